@@ -67,6 +67,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     this one, its body included, which httptools takes for bytes of the other. Trailers behind a chunked body are no
     headers. A request of HTTP/1.1 that does not name one host gets 400 (RFC 9112, 3.2).
 
+    Where a client sends its next requests before it has its answers, the answers to requests that came whole are sent
+    before a bad or a too slow one ends the connection.
+
     places: of the process. wills: to whom last wills are left, load: where busy connections are counted, if anywhere.
     """
 
@@ -86,6 +89,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_upgrade = False  # the request's head offers another protocol, and its body has not begun
         self._repeats_head = False  # the parser gets a head that it has had
         self._running: RequestResponseCycle | None = None  # the request that is answered; later ones wait in `pipeline`
+        self._refusal: str | None = None  # of the bytes behind the requests that are answered first
         self._deadline: asyncio.TimerHandle | None = None
         self._is_half_closed = False
         self._probe_timer: asyncio.TimerHandle | None = None
@@ -128,12 +132,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if is_last:
             self._set_busy(False)
+            if self._refusal is not None and not self.transport.is_closing():
+                super().send_400_response(self._refusal)
         if self._is_half_closed and is_last:
             self.transport.close()
         self._end_soon()
 
     def send_400_response(self, msg: str) -> None:
-        super().send_400_response(msg)
+        """Refuse what was read last, once earlier requests are answered, and end the connection."""
+        if self.pipeline and self.cycle.more_body:
+            # The body of the last request that waits: the one before it is the last to be answered.
+            self.pipeline.popleft()
+            assert self._running is not None
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._running
+        if self.is_idle:
+            super().send_400_response(msg)
+        elif not self.cycle.more_body:
+            self._refusal = msg
+        elif self.cycle.response_started:
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
         self._end_soon()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -144,6 +163,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
@@ -283,9 +304,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._deadline = None
-        if not self.transport.is_closing():
-            self.transport.close()
-            self._end_soon()
+        self.shutdown()  # At once, or after the answers to earlier requests.
+        self._end_soon()
 
 
 class Places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import socket
 import weakref
 from collections import Counter
@@ -592,5 +593,77 @@ def test_a_client_that_leaves_is_found_out_by_each_of_its_requests() -> None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes((1, 0, 0, 0, 0, 0, 0, 0)))
             client.close()
             await asyncio.wait_for(ended.wait(), 20)
+
+    run(scenario())
+
+
+def stream_until(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[Any, asyncio.Event]:
+    """An application that streams until the protocol has called a method of its own, and an event for that call."""
+    called = asyncio.Event()
+    method = getattr(BoundedHttpProtocol, name)
+
+    def noted(protocol: BoundedHttpProtocol, *arguments: Any) -> None:
+        method(protocol, *arguments)
+        called.set()
+
+    async def streamed(scope: Any, receive: Any, send: Any) -> None:
+        stream = EventStream(send)
+        await stream.start()
+        await stream.write(b"data: 1\n\n")
+        await called.wait()
+        await stream.write(b"data: 2\n\n", last=True)
+
+    monkeypatch.setattr(BoundedHttpProtocol, name, noted)
+    return streamed, called
+
+
+@pytest.mark.parametrize(
+    ("rest", "num_answers"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 1),
+        (b"\x00", 1),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * limits.MAX_HEADER_BYTES + b"\r\n\r\n", 1),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n", 1),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n\x00", 2),
+    ],
+    ids=["no host", "no method", "too large", "in a body", "behind a request that waits"],
+)
+def test_a_refusal_follows_the_answers_to_earlier_requests(
+    monkeypatch: pytest.MonkeyPatch, rest: bytes, num_answers: int
+) -> None:
+    streamed, refused = stream_until(monkeypatch, "send_400_response")
+
+    async def scenario() -> None:
+        async with Server(streamed, 10).listening() as port:
+            reader, writer = await ask(port)
+            begun = await reader.readuntil(b"data: 1\n\n")
+            writer.write(rest)
+            received = begun + await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+        assert refused.is_set()
+        *answered, refusal = re.split(rb"HTTP/1\.1 (?=\d)", received)[1:]
+        assert len(answered) == num_answers
+        for answer in answered:
+            assert answer.startswith(b"200")
+            assert answer.endswith(b"data: 2\n\n\r\n0\r\n\r\n")
+        assert refusal.startswith(b"400")
+
+    run(scenario())
+
+
+def test_a_head_that_does_not_come_ends_the_connection_after_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed, given_up = stream_until(monkeypatch, "_too_slow")
+
+    async def scenario() -> None:
+        async with Server(streamed, 10).listening() as port:
+            reader, writer = await ask(port)
+            begun = await reader.readuntil(b"data: 1\n\n")
+            monkeypatch.setattr(limits, "RECEIVE_TIMEOUT_S", 0.01)
+            writer.write(b"GET / HT")
+            received = begun + await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+        assert given_up.is_set()
+        assert received.count(b"HTTP/1.1") == 1
+        assert received.endswith(b"data: 2\n\n\r\n0\r\n\r\n")
 
     run(scenario())
