@@ -53,7 +53,9 @@ Q4_1 = WeightFormat("q4_1", 2, 32, 20, 20)
 # d, h[4], q[16] and d, m, h[4], q[16], bit i of h the fifth bit of weight i: d (q - 16) and d q + m.
 Q5_0 = WeightFormat("q5_0", 13, 32, 22, 22)
 Q5_1 = WeightFormat("q5_1", 14, 32, 24, 24)
-# Superblocks of 256 with scales of 6 bits; see ggml's block_q4_K, block_q5_K and block_q6_K.
+# Superblocks of 256, with scales of 6 bits, those of Q2_K of 4; see ggml's block_q2_K to block_q6_K.
+Q2_K = WeightFormat("q2_k", 19, 256, 84, 84)
+Q3_K = WeightFormat("q3_k", 18, 256, 110, 114)
 Q4_K = WeightFormat("q4_k", 3, 256, 144, 148)
 Q5_K = WeightFormat("q5_k", 4, 256, 176, 180)
 Q6_K = WeightFormat("q6_k", 5, 256, 210, 210)
@@ -79,7 +81,7 @@ FP8_FORMATS = (FP8, FP8_BLOCK)
 # d float32, e[4] floats of 8 bits (e4m3), q[32]: d e[i / 16] times the float that q encodes as in MXFP4, weight i.
 NVFP4 = WeightFormat("nvfp4_f32", 12, 64, 40, 40)
 
-_OF_GGUF = (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, IQ4_NL, IQ4_XS)
+_OF_GGUF = (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4, IQ4_NL, IQ4_XS)
 _ALL = (*_OF_GGUF, INT4_F16, INT4_BF16, INT8_F32, INT8_ZERO, FP8, FP8_BLOCK, NVFP4)
 FORMATS = {form.name: form for form in _ALL}
 
@@ -330,6 +332,28 @@ def _widen_fp8(blocks: Tensor) -> Tensor:
     return _numbers(blocks, 0, torch.float32) * blocks[..., 4:].contiguous().view(torch.float8_e4m3fn).float()
 
 
+def _codes_of_two_bits(fourths: Tensor) -> Tensor:
+    """Return the codes of bytes [..., 64] by group, [..., 8, 32]."""
+    shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
+    return (fourths.unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3, -2)
+
+
+def _widen_q2_k(blocks: Tensor) -> Tensor:
+    scales = _numbers(blocks, 80, torch.float16) * (blocks[..., :16] & 15).float()
+    mins = _numbers(blocks, 82, torch.float16) * (blocks[..., :16] >> 4).float()
+    codes = _codes_of_two_bits(blocks[..., 16:80]).flatten(-2).unflatten(-1, (16, 16)).float()
+    return scales.unsqueeze(-1) * codes - mins.unsqueeze(-1)
+
+
+def _widen_q3_k(blocks: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
+    third = (blocks[..., None, :32] >> shifts & 1) << 2
+    codes = (_codes_of_two_bits(blocks[..., 32:96]) | third).flatten(-2).unflatten(-1, (16, 16)).float()
+    high = (blocks[..., None, 104:108] >> 2 * shifts[:4] & 3).flatten(-2)
+    scales = (_nibbles(blocks[..., 96:104]) | high << 4).float() - 32.0
+    return (_numbers(blocks, 108, torch.float16) * scales).unsqueeze(-1) * (codes - 4.0)
+
+
 def _widen_q4_k(blocks: Tensor, high_bits: bool) -> Tensor:
     scales = blocks[..., 4:16].int()
     low, middle, high = scales.split(4, -1)
@@ -377,6 +401,8 @@ _WIDEN: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
     Q4_1: _widen_q4_1,
     Q5_0: lambda blocks: _numbers(blocks, 0, torch.float16) * (_codes_of_five_bits(blocks[..., 2:]) - 16.0),
     Q5_1: _widen_q5_1,
+    Q2_K: _widen_q2_k,
+    Q3_K: _widen_q3_k,
     Q4_K: lambda blocks: _widen_q4_k(blocks, high_bits=False),
     Q5_K: lambda blocks: _widen_q4_k(blocks, high_bits=True),
     Q6_K: _widen_q6_k,

@@ -149,9 +149,19 @@ MOESERVE_INLINE Super load_super(const uint8_t* from) {
     super.scale = load(reinterpret_cast<const float*>(from));
     if constexpr (format.code == Code::kE4m3) super.scale *= kE4m3Unit;
   }
-  if constexpr (format.scale == Scale::kSuper) super.scale = from_half(from);
+  if constexpr (format.scale == Scale::kSuper || format.scale == Scale::kSuperHalf) super.scale = from_half(from);
   if constexpr (format.shift == Shift::kSuperMin) super.min = from_half(from + 2 * kLanes);
   return super;
+}
+
+// Bits of the codes at `from`, whose vectors have those of 8 / Width vectors of codes in the bytes, as bits `First` and up
+// of vector i of codes.
+template <int Width, int First>
+MOESERVE_INLINE PartWords part_of_bits(const uint8_t* from, int i) {
+  constexpr int per_vector = 8 / Width;
+  const PartWords bits = load_part_words(from + 64 * (i / per_vector));
+  const int right = i % per_vector * Width - First;
+  return (right < 0 ? bits << -right : bits >> right) & 0x01010101u * ((1u << Width) - 1 << First);
 }
 
 template <Format F>
@@ -160,13 +170,14 @@ struct Group {
   Words codes[8];
   const uint8_t* floats;  // Codes that are floats of 8 bits, in place.
   Floats scale[kFormat.parts];
-  Floats shift;  // What Shift says, but for a constant.
+  Floats shift[kFormat.parts];  // What Shift says, but for a constant.
 
   MOESERVE_INLINE Group(const uint8_t* from, const Super& super) {
     load_codes(from);
-    from += kFormat.code_bytes();
-    for (int part = 0; part < kFormat.parts; ++part, from += kFormat.scale_bytes()) scale[part] = load_scale(from, super);
-    shift = load_shift(from, super);
+    for (int part = 0; part < kFormat.parts; ++part) {
+      scale[part] = load_scale(from + kFormat.scale_at(part), super);
+      shift[part] = load_shift(from + kFormat.shift_at(part), super);
+    }
   }
 
   MOESERVE_INLINE void load_codes(const uint8_t* from) {
@@ -184,24 +195,18 @@ struct Group {
 
   static MOESERVE_INLINE PartWords part_of_code(const uint8_t* from, int i) {
     if constexpr (kFormat.bits == 8) return load_part_words(from + 64 * i);
-    const PartWords pair = load_part_words(from + 64 * (i / 2));
-    PartWords value = (i % 2 ? pair >> 4 : pair) & 0x0f0f0f0fu;
+    constexpr int low_bits = kFormat.bits < 4 ? 2 : 4, high_bits = kFormat.bits - low_bits;
+    PartWords value = part_of_bits<low_bits, 0>(from, i);
     if constexpr (kFormat.code == Code::kE2m1) value = look_up(value, kE2m1);
     if constexpr (kFormat.code == Code::kIq4) value = look_up(value, kIq4);
-    if constexpr (kFormat.bits == 5) {
-      const PartWords high = load_part_words(from + 256);
-      value |= (i < 4 ? high << (4 - i) : high >> (i - 4)) & 0x10101010u;
-    }
-    if constexpr (kFormat.bits == 6) {
-      const PartWords high = load_part_words(from + 256 + 64 * (i / 4));
-      value |= (i % 4 == 3 ? high >> 2 : high << (4 - 2 * (i % 4))) & 0x30303030u;
-    }
+    if constexpr (high_bits > 0) value |= part_of_bits<high_bits, low_bits>(from + 64 * low_bits, i);
     return value;
   }
 
   static MOESERVE_INLINE Floats load_shift(const uint8_t* from, const Super& super) {
     if constexpr (kFormat.shift == Shift::kMin) return from_half(from);
-    if constexpr (kFormat.shift == Shift::kSuperMin) return super.min * to_floats(from_bytes(from));
+    if constexpr (kFormat.shift == Shift::kSuperMin)
+      return super.min * to_floats(from_bytes(from) >> (kFormat.scale == Scale::kSuperHalf ? 4 : 0));
     if constexpr (kFormat.shift == Shift::kZero) return to_floats(from_bytes(from));
     return Floats{};
   }
@@ -213,9 +218,10 @@ struct Group {
       return load(reinterpret_cast<const float*>(from)) * (kFormat.code == Code::kE4m3 ? kE4m3Unit : 1.0f);
     if constexpr (kFormat.scale == Scale::kSuperF32) return super.scale;
     if constexpr (kFormat.scale == Scale::kE8m0) return from_exponents(from);
+    if constexpr (kFormat.scale == Scale::kSuperHalf) return super.scale * to_floats(from_bytes(from) & 15u);
     // Half, because codes of e2m1 are doubled to be whole.
     if constexpr (kFormat.scale == Scale::kSuperE4m3) return from_e4m3(from) * kE4m3Unit * super.scale * 0.5f;
-    // Bytes of Q6_K and IQ4_XS are signed; those of the others are below 64.
+    // Bytes of Q6_K, Q3_K and IQ4_XS are signed; those of the others are below 64.
     const Ints bytes = (Ints)(from_bytes(from) << 24) >> 24;
     return super.scale * __builtin_convertvector(bytes, Floats);
   }
@@ -225,11 +231,12 @@ struct Group {
     if constexpr (kFormat.code == Code::kE4m3) return from_e4m3(floats + kLanes * (4 * i + b)) * scale[0];
     const Words code = (codes[i] >> (8 * b)) & 255u;
     Floats value = to_floats(code);
+    const int part = kFormat.parts * i / 8;
     if constexpr (kFormat.shift == Shift::kConstant) value -= float(kFormat.offset);
-    if constexpr (kFormat.shift == Shift::kZero) value -= shift;
-    value *= scale[kFormat.parts * i / 8];
-    if constexpr (kFormat.shift == Shift::kMin) value += shift;
-    if constexpr (kFormat.shift == Shift::kSuperMin) value -= shift;
+    if constexpr (kFormat.shift == Shift::kZero) value -= shift[part];
+    value *= scale[part];
+    if constexpr (kFormat.shift == Shift::kMin) value += shift[part];
+    if constexpr (kFormat.shift == Shift::kSuperMin) value -= shift[part];
     return value;
   }
 };
@@ -308,16 +315,16 @@ MOESERVE_INLINE void add_part(const uint8_t* const* half, const Super* super, co
   }
 #pragma GCC unroll 2
   for (int h = 0; h < Halves; ++h) {
-    const uint8_t* scales = half[h] + format.code_bytes();
-    const Floats scale = Group<F>::load_scale(scales + Part * format.scale_bytes(), super[h]);
-    const Floats shift = Group<F>::load_shift(scales + format.parts * format.scale_bytes(), super[h]);
+    const Floats scale = Group<F>::load_scale(half[h] + format.scale_at(Part), super[h]);
+    const Floats shift = Group<F>::load_shift(half[h] + format.shift_at(Part), super[h]);
 #pragma GCC unroll 6
     for (int r = 0; r < Rows; ++r) {
       Floats whole = __builtin_convertvector(products[r][h], Floats);
       if constexpr (format.shift == Shift::kZero) whole -= shift * x[r]->sum;
       sums[r][h] += whole * scaled(scale, x[r]->scale);
-      if constexpr (format.shift == Shift::kMin) sums[r][h] += shift * x[r]->scaled_sum;
-      if constexpr (format.shift == Shift::kSuperMin) sums[r][h] -= shift * x[r]->scaled_sum;
+      const float scaled_sum = format.parts == 1 ? x[r]->scaled_sum : x[r]->scaled_sum_of_half[Part];
+      if constexpr (format.shift == Shift::kMin) sums[r][h] += shift * scaled_sum;
+      if constexpr (format.shift == Shift::kSuperMin) sums[r][h] -= shift * scaled_sum;
     }
   }
 }
@@ -571,7 +578,12 @@ static void take_sums(const Traits& traits, const Block (&codes)[Count], Rounded
     for (int half = 0; half < 2; ++half) {
       for (int g = 0; g < Count; ++g) vectors[g] = codes[g].halves[half];
       const Floats sums = sum_each(vectors);
-      for (int g = 0; g < Count; ++g) out[g].shift_of_half[half] = -traits.offset * int32_t(sums[g]);
+      for (int g = 0; g < Count; ++g) {
+        if (traits.shift == Shift::kConstant)
+          out[g].shift_of_half[half] = -traits.offset * int32_t(sums[g]);
+        else
+          out[g].scaled_sum_of_half[half] = out[g].scale * sums[g];
+      }
     }
     return;
   }

@@ -14,20 +14,21 @@ constexpr int kGroup = 32;
 
 enum class Format : int64_t {
   kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K, kMxfp4, kInt4F16, kInt4Bf16, kInt8F32, kInt8Zero, kFp8, kNvfp4, kQ5_0,
-  kQ5_1, kFp8Block, kIq4Nl, kIq4Xs, kCount
+  kQ5_1, kFp8Block, kIq4Nl, kIq4Xs, kQ3_K, kQ2_K, kCount
 };
 // kE2m1, kIq4: codes of 4 bits that a table turns into bytes. kE4m3 takes no products of integers: rows stay floats.
 enum class Code { kWhole, kE2m1, kE4m3, kIq4 };
 // kSuper: a byte times the float16 of a superblock; kSuperE4m3: a float of 8 bits times the float32 of a superblock;
-// kSuperF32: the float32 of a superblock.
-enum class Scale { kF16, kBf16, kF32, kE8m0, kSuper, kSuperE4m3, kSuperF32 };
-enum class Shift { kConstant, kMin, kSuperMin, kZero };  // kMin: added; kSuperMin: a byte times a float16, subtracted.
+// kSuperF32: the float32 of a superblock; kSuperHalf: the low half of a byte times the float16 of a superblock.
+enum class Scale { kF16, kBf16, kF32, kE8m0, kSuper, kSuperE4m3, kSuperF32, kSuperHalf };
+// kMin: added; kSuperMin: a byte, or the high half of that of a scale, times a float16, subtracted.
+enum class Shift { kConstant, kMin, kSuperMin, kZero };
 
 // weight = scale * (code - offset) or scale * (code - zero), plus or minus a minimum.
 struct Traits {
   int bits;    // Of a code.
   int groups;  // Of a block.
-  int parts;   // Scales of a group: 1, or 2 with one for each 16 weights.
+  int parts;   // Scales of a group, and its minima: 1, or 2 with one for each 16 weights.
   Scale scale;
   Shift shift;
   int offset;
@@ -40,13 +41,20 @@ struct Traits {
     return scale == Scale::kF32 ? 4 * kLanes : scale == Scale::kF16 || scale == Scale::kBf16 ? 2 * kLanes : kLanes;
   }
   constexpr int shift_bytes() const {
-    return shift == Shift::kConstant ? 0 : shift == Shift::kMin ? 2 * kLanes : kLanes;
+    if (shift == Shift::kConstant || scale == Scale::kSuperHalf) return 0;
+    return shift == Shift::kMin ? 2 * kLanes : kLanes;
   }
   constexpr int super_bytes() const {
     if (scale == Scale::kSuperE4m3 || scale == Scale::kSuperF32) return 4 * kLanes;
-    return scale != Scale::kSuper ? 0 : shift == Shift::kSuperMin ? 4 * kLanes : 2 * kLanes;
+    if (scale != Scale::kSuper && scale != Scale::kSuperHalf) return 0;
+    return shift == Shift::kSuperMin ? 4 * kLanes : 2 * kLanes;
   }
-  constexpr int group_bytes() const { return code_bytes() + parts * scale_bytes() + shift_bytes(); }
+  // Where a group has the scale of a part, and its shift.
+  constexpr int scale_at(int part) const { return code_bytes() + part * scale_bytes(); }
+  constexpr int shift_at(int part) const {
+    return scale == Scale::kSuperHalf ? scale_at(part) : scale_at(parts) + part * shift_bytes();
+  }
+  constexpr int group_bytes() const { return code_bytes() + parts * (scale_bytes() + shift_bytes()); }
   constexpr int block_bytes() const { return super_bytes() + groups * group_bytes(); }
   constexpr int depth() const { return groups * kGroup; }
 };
@@ -70,6 +78,8 @@ constexpr Traits kTraits[] = {
     {8, 4, 1, Scale::kSuperF32, Shift::kConstant, 0, 132, Code::kE4m3},
     {4, 1, 1, Scale::kF16, Shift::kConstant, 127, 18, Code::kIq4},
     {4, 8, 1, Scale::kSuper, Shift::kConstant, 127, 136, Code::kIq4},
+    {3, 8, 2, Scale::kSuper, Shift::kConstant, 4, 110},
+    {2, 8, 2, Scale::kSuperHalf, Shift::kSuperMin, 0, 84},
 };
 
 constexpr const Traits& traits_of(Format format) { return kTraits[int(format)]; }
@@ -91,7 +101,10 @@ struct Rounded {
     float scaled_sum; // Shift::kMin and kSuperMin: scale times the sum of the codes.
     float sum;        // Shift::kZero: the sum of the codes.
   };
-  int32_t shift_of_half[2];  // The same as `shift` for each 16 numbers, for formats with two scales of a group.
+  union {  // The same for each 16 numbers, for formats with two scales of a group.
+    int32_t shift_of_half[2];
+    float scaled_sum_of_half[2];
+  };
 };
 
 // Rounds `depth` floats of a row, a multiple of 32, for products with weights of `format`.

@@ -16,7 +16,7 @@ struct Block {
   uint8_t codes[kMaxDepth];
   uint8_t super[4];     // The float16 of the scale, then that of the minimum; or one float32.
   uint8_t scales[64];   // By group, then by part.
-  uint8_t shifts[16];   // By group.
+  uint8_t shifts[16];   // By group, if not in the bytes of scales.
 };
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
@@ -96,6 +96,31 @@ void unpack_q6_k(const uint8_t* from, Block& block) {
       }
 }
 
+// Two bits of 256 codes: a byte has those of four groups.
+void unpack_two_bits(const uint8_t* from, uint8_t* codes) {
+  for (int g = 0; g < 8; ++g)
+    for (int i = 0; i < kGroup; ++i) codes[g * kGroup + i] = from[g / 4 * kGroup + i] >> 2 * (g % 4) & 3;
+}
+
+// The third bits of codes, their others, low halves of sixteen scales of 6 bits, which lie around 32, and their high bits.
+void unpack_q3_k(const uint8_t* from, Block& block) {
+  std::memcpy(block.super, from + 108, 2);
+  for (int s = 0; s < 16; ++s) {
+    const int low = from[96 + s % 8] >> 4 * (s / 8) & 15, high = from[104 + s % 4] >> 2 * (s / 4) & 3;
+    block.scales[s] = uint8_t((low | high << 4) - 32);
+  }
+  unpack_two_bits(from + 32, block.codes);
+  for (int g = 0; g < 8; ++g)
+    for (int i = 0; i < kGroup; ++i) block.codes[g * kGroup + i] |= (from[i] >> g & 1) << 2;
+}
+
+// Bytes of a scale and a minimum for each 16 weights, codes, and the float16 of both.
+void unpack_q2_k(const uint8_t* from, Block& block) {
+  std::memcpy(block.scales, from, 16);
+  unpack_two_bits(from + 16, block.codes);
+  std::memcpy(block.super, from + 80, 4);
+}
+
 // Two high bits of each of eight scales of 6 bits, which lie around 32, then their low halves, then codes.
 void unpack_iq4_xs(const uint8_t* from, Block& block) {
   std::memcpy(block.super, from, 2);
@@ -126,6 +151,10 @@ void unpack(const uint8_t* from, Block& block) {
     unpack_q4_k<F == Format::kQ5_K>(from, block);
   else if constexpr (F == Format::kQ6_K)
     unpack_q6_k(from, block);
+  else if constexpr (F == Format::kQ3_K)
+    unpack_q3_k(from, block);
+  else if constexpr (F == Format::kQ2_K)
+    unpack_q2_k(from, block);
   else if constexpr (F == Format::kIq4Xs)
     unpack_iq4_xs(from, block);
   else if constexpr (F == Format::kNvfp4)
@@ -149,6 +178,16 @@ inline void transpose_codes(First first, Second second, Words (&out)[2 * 8]) {
   for (int i = 0; i < kLanes; ++i) out[i] = (Words)rows[i];
 }
 
+// Writes bits `First` and up of the codes of a group, those of 8 / Width vectors of codes in the bytes of one vector.
+template <int Width, int First>
+inline void write_bits(const Words* codes, uint8_t* out) {
+  constexpr int per_vector = 8 / Width;
+  Words bits[Width] = {};
+  for (int i = 0; i < 8; ++i)
+    bits[i / per_vector] |= (codes[i] >> First & 0x01010101u * ((1u << Width) - 1)) << i % per_vector * Width;
+  std::memcpy(out, bits, sizeof(bits));
+}
+
 // Writes the codes of a group.
 template <Format F>
 inline void write_codes(const Words* codes, uint8_t* out) {
@@ -162,15 +201,9 @@ inline void write_codes(const Words* codes, uint8_t* out) {
     return;
   }
   if constexpr (bits == 8) return void(std::memcpy(out, codes, 8 * sizeof(Words)));
-  Words pairs[4], high[2] = {};
-  for (int i = 0; i < 4; ++i)
-    pairs[i] = (codes[2 * i] & 0x0f0f0f0fu) | (codes[2 * i + 1] & 0x0f0f0f0fu) << 4;
-  std::memcpy(out, pairs, sizeof(pairs));
-  if constexpr (bits == 5)
-    for (int i = 0; i < 8; ++i) high[0] |= ((codes[i] & 0x10101010u) >> 4) << i;
-  if constexpr (bits == 6)
-    for (int i = 0; i < 8; ++i) high[i / 4] |= ((codes[i] & 0x30303030u) >> 4) << 2 * (i % 4);
-  std::memcpy(out + sizeof(pairs), high, 64 * (bits - 4));
+  constexpr int low_bits = bits < 4 ? 2 : 4, high_bits = bits - low_bits;
+  write_bits<low_bits, 0>(codes, out);
+  if constexpr (high_bits > 0) write_bits<high_bits, low_bits>(codes, out + 64 * low_bits);
 }
 
 // Writes one number of each column, `bytes` long; `of(c)` is where that of column c is.
@@ -196,7 +229,8 @@ inline void write_group(const Block* columns, int group, const Words* codes, uin
 template <Format F>
 void write_block(const Block* columns, uint8_t* out) {
   constexpr Traits format = traits_of(F);
-  constexpr int width = format.scale == Scale::kSuper ? 2 : 4;  // Bytes of one of a superblock's numbers.
+  // Bytes of one of a superblock's numbers.
+  constexpr int width = format.scale == Scale::kSuper || format.scale == Scale::kSuperHalf ? 2 : 4;
   for (int i = 0; i < format.super_bytes() / (width * kLanes); ++i, out += width * kLanes)
     write_numbers<width>([&](int c) { return columns[c].super + width * i; }, out);
   for (int g = 0; g < format.groups; g += 2, out += 2 * format.group_bytes()) {

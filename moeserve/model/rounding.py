@@ -55,8 +55,6 @@ class Width:
         return next((form for form in formats if depth % form.block == 0), formats[-1])
 
 
-# Formats that hold all values of further kinds of ggml.
-_HOLDERS = {"Q3_K": Q6_K}
 # The names of the formats that multiply rows of floats in either arithmetic.
 FLOATS_OF_8_BITS = frozenset(form.name for form in FP8_FORMATS)
 INT8 = Width("int8", (Q8_0,), (Q8_0,))
@@ -166,18 +164,15 @@ NO_ROUNDING = Rounding()
 
 
 def format_in_file(dtype: str) -> WeightFormat | None:
-    """Return the format of rows that are read in their own bits; kinds of ggml whose values no format holds are rounded
-    to Q8_0."""
+    """Return the format of rows that are read in their own bits; other kinds of ggml are rounded to Q8_0."""
     if not is_in_blocks(dtype):
         return None
-    return FORMATS.get(dtype.lower()) or _HOLDERS.get(dtype, Q8_0)
+    return FORMATS.get(dtype.lower(), Q8_0)
 
 
 def shown_format(dtype: str, form: WeightFormat) -> str:
-    """Return the format of a stored matrix, for people, with the kind that it was made of if that is another one."""
-    if form.name == dtype.lower():
-        return form.name
-    return f"{form.name} ({'from' if dtype in _HOLDERS else 'rounded from'} {dtype})"
+    """Return the format of a stored matrix, for people, with the kind that was rounded to it if that is another one."""
+    return form.name if form.name == dtype.lower() else f"{form.name} (rounded from {dtype})"
 
 
 def fine(matrix: Matrix, key: str) -> Matrix:

@@ -6,11 +6,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf.quants import dequantize
 
 import moeserve.device
 from experts.errors import ExpertStoreError
@@ -22,8 +20,6 @@ from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import ExpertPacker, layouts_in_store, stored_experts
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gguf.folder import gguf_folder
-from moeserve.model.gguf.tensors import q6_k_of_q3_k
-from moeserve.model.rounding import format_in_file
 from moeserve.model.weights import load_decoder
 from tests.support.gguf_export import write_gguf
 from tests.support.llm_prompts import assert_same_alone_together_and_with_few_experts
@@ -130,15 +126,6 @@ def test_tokens_of_gguf_files_do_not_depend_on_chunks_memory_of_experts_or_what_
     # Experts were packed out of the file, and out of an expert file only where one was asked for.
     assert not (tmp_path / "cache" / "experts").exists()
     assert list((tmp_path / "store").glob("*/experts.bin"))
-
-
-def test_rows_of_q3_k_keep_their_values() -> None:
-    draw = np.random.default_rng(3)
-    blocks = draw.integers(0, 256, (7, 2, 110), dtype=np.uint8)
-    blocks[..., -2:] = draw.uniform(-1, 1, (7, 2, 1)).astype("<f2").view(np.uint8)
-    rows = q6_k_of_q3_k(blocks.reshape(7, -1), 512)
-    assert rows.format is format_in_file("Q3_K")
-    assert np.array_equal(rows.dequantise().numpy(), dequantize(blocks.reshape(7, -1), Kind.Q3_K))
 
 
 def test_gate_and_up_of_several_kinds_are_rounded_to_one_format(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from moeserve.model.tensor_reader import dequantise_mxfp4
 from tests.support.quantised_rows import e4m3, random_rows
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl", "iq4_xs"])
+@pytest.mark.parametrize(
+    "name", ["q8_0", "q4_0", "q4_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl", "iq4_xs"]
+)
 def test_blocks_of_a_gguf_file_have_the_sizes_of_its_format(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name.upper()]
     assert gguf.GGML_QUANT_SIZES[kind] == (FORMATS[name].block, FORMATS[name].block_bytes)

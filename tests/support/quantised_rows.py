@@ -16,6 +16,9 @@ from kernels.weight_formats import (
     IQ4_XS,
     MXFP4,
     NVFP4,
+    Q2_K,
+    Q3_K,
+    Q6_K,
     QuantizedRows,
     WeightFormat,
     rows_of_codes,
@@ -57,10 +60,9 @@ def random_rows(form: WeightFormat, num_rows: int, depth: int) -> QuantizedRows:
     # Any bytes are valid codes and scales of a superblock; only its float16 scales must be finite.
     blocks = torch.randint(0, 256, (num_rows, depth // 256, form.block_bytes), dtype=torch.uint8)
     scales = (torch.rand(num_rows, depth // 256, 2) / 1000).half().view(torch.uint8)
-    if form.name == "q6_k":
-        blocks[..., 208:] = scales[..., :2]
-    else:
-        blocks[..., : 2 if form is IQ4_XS else 4] = scales[..., : 2 if form is IQ4_XS else 4]
+    width = 2 if form in (Q3_K, Q6_K, IQ4_XS) else 4
+    first = form.block_bytes - width if form in (Q2_K, Q3_K, Q6_K) else 0
+    blocks[..., first : first + width] = scales[..., :width]
     return QuantizedRows(form, blocks.flatten(1), depth)
 
 

@@ -17,7 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from kernels.weight_formats import FORMATS, Q6_K, Q8_0, QuantizedRows, joined_rows
+from kernels.weight_formats import FORMATS, Q8_0, QuantizedRows, joined_rows
 from moeserve.model.gguf.header import GgufTensor
 from moeserve.model.gguf.parts import GgufPart, Heads
 from moeserve.model.spec import CheckpointError
@@ -155,13 +155,10 @@ def _by_rows(tensor: GgufTensor, *, holds_pages: bool = False) -> _Array:
 
 
 def _packed(tensor: GgufTensor, *, holds_pages: bool = False) -> QuantizedRows:
-    depth = tensor.shape[-1]
     form = FORMATS.get(tensor.kind.lower())
-    if form is not None:
-        return QuantizedRows(form, torch.from_numpy(_by_rows(tensor, holds_pages=holds_pages)), depth)
-    if tensor.kind == "Q3_K":
-        return q6_k_of_q3_k(_by_rows(tensor), depth)
-    return _rounded(tensor)
+    if form is None:
+        return _rounded(tensor)
+    return QuantizedRows(form, torch.from_numpy(_by_rows(tensor, holds_pages=holds_pages)), tensor.shape[-1])
 
 
 def _rounded(tensor: GgufTensor) -> QuantizedRows:
@@ -169,27 +166,3 @@ def _rounded(tensor: GgufTensor) -> QuantizedRows:
         return _packed(tensor)
     rounded = quantize(_numbers(tensor).float().numpy(), GGMLQuantizationType.Q8_0)
     return QuantizedRows(Q8_0, torch.from_numpy(rounded), tensor.shape[-1])
-
-
-def q6_k_of_q3_k(rows: _Array, depth: int) -> QuantizedRows:
-    """Return rows of ggml's block_q3_K, uint8 [N, bytes], in Q6_K, which holds their values: its codes have 6 bits and
-    its scales 8, one for as many weights.
-
-    A superblock of 256: third bits of codes, two low ones, sixteen scales of 6 bits, d.
-    """
-    blocks = rows.reshape(len(rows), -1, 110)
-    shape = blocks.shape[:2]
-    first = blocks[..., 32:96].reshape(*shape, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
-    third = blocks[..., :32].reshape(*shape, 1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(2, 4, 1) & 1
-    codes = first + (third << 2) + 28  # Of weights from -4 to 3, above the 32 of Q6_K.
-    out = np.empty((*shape, 210), np.uint8)
-    out[..., :128] = (codes[..., :2, :] & 15 | codes[..., 2:, :] << 4).reshape(*shape, 128)
-    high = codes >> 4
-    out[..., 128:192] = (high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6).reshape(
-        *shape, 64
-    )
-    low = np.concatenate([blocks[..., 96:104] & 15, blocks[..., 96:104] >> 4], -1)
-    above = blocks[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
-    out[..., 192:208] = (low | above.reshape(*shape, 16) << 4) - 32
-    out[..., 208:] = blocks[..., 108:]
-    return QuantizedRows(Q6_K, torch.from_numpy(out).flatten(1), depth)
