@@ -31,6 +31,7 @@ from moeserve.model.gguf.hub import (
     only_gguf_sentence,
     split_name,
 )
+from moeserve.model.packed.config import DESCRIPTIONS
 from moeserve.model.spec import ModelError, Progress, silent
 from moeserve.settings.quantities import show_size
 
@@ -93,7 +94,8 @@ def _no_folder(path: Path) -> str:
 def resolve_config(model: str, *, revision: str | None = None, offline: bool = False) -> Path:
     """Return a folder that holds the `config.json` of `model`, a local folder or a model of the hub, and perhaps more.
 
-    Of a hub model nothing else is fetched. Raise ModelError.
+    Of a hub model no more is fetched than that and the files beside it that describe how weights are quantised. Raise
+    ModelError.
     """
     if demo_named(model) is not None:
         return resolve_model(model, revision=revision)
@@ -116,8 +118,11 @@ def resolve_config(model: str, *, revision: str | None = None, offline: bool = F
     with _as_model_errors(model, revision, cache):
         try:
             # The hub library asks a hub that cannot be reached again for half a minute, the look does not.
-            local = offline or constants.HF_HUB_OFFLINE or _look_up(model, revision)[0] is None
-            return Path(hf_hub_download(model, "config.json", revision=revision, local_files_only=local)).parent
+            info = None if offline or constants.HF_HUB_OFFLINE else _look_up(model, revision)[0]
+            present = {} if info is None else _sizes_in(info)
+            for name in ("config.json", *(name for name in DESCRIPTIONS if name in present)):
+                path = Path(hf_hub_download(model, name, revision=revision, local_files_only=info is None))
+            return path.parent
         except LocalEntryNotFoundError:
             raise ModelError(
                 f"The config.json of model {model} is neither in the cache {cache} nor can the hub be asked for it."

@@ -1,5 +1,6 @@
 """Resolving MODEL to a folder: what a local folder must hold, and how hub errors read."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from huggingface_hub import errors
 
 from moeserve.model import files, source
+from moeserve.model.packed.config import quantization_in
 from moeserve.model.source import resolve_config, resolve_model
 from moeserve.model.spec import ModelError
 
@@ -442,6 +444,23 @@ def test_of_a_hub_model_the_configuration_alone_can_be_fetched(
     fake.look_up = httpx2.ConnectError("no network")
     assert resolve_config("owner/name") == folder
     assert [(name, local) for _, _, name, local in calls] == [("v2", False), (None, True), (None, True)]
+
+
+def test_the_files_that_describe_quantised_weights_are_fetched_with_the_configuration(
+    folder: Path, fake: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.files |= {"hf_quant_config.json": 1}
+
+    def download(_: str, name: str, **__: Any) -> str:
+        if name != "config.json":
+            (folder / name).write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+        return str(folder / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    quantization = quantization_in(resolve_config("owner/name"))
+    assert quantization is not None
+    assert quantization.kind == "modelopt"
+    assert not (folder / "quant_config.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ _GPTQ_LAYOUTS = {"gptq": True, "gptq_v2": False}
 # The key in `config.json`; earlier of compressed-tensors, and of MLX.
 _KEYS = ("quantization_config", "compression_config", "quantization")
 # Files beside `config.json`, and whose they are.
-_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+DESCRIPTIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # The dtype of most matrices, for a checkpoint that is known by its configuration alone.
 _INTEGERS = {4: "INT4_F16", 8: "INT8_ZERO"}
 
@@ -41,7 +41,7 @@ def described_quantization(directory: Path, config: Config) -> Any:
         for name in _KEYS:
             if part.get(name):
                 return part[name]
-    for name, method in _FILES.items():
+    for name, method in DESCRIPTIONS.items():
         if (directory / name).is_file():
             content = read_json(directory / name)
             check_tree(content)
