@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moeserve.model.gguf.header import GgufHeader
+from moeserve.model.gguf.unread import check_unread
 from moeserve.model.spec import CheckpointError, UnsupportedModel
 
 Config = dict[str, Any]
 
 # Values of `expert_gating_func`.
-_SIGMOID = 2
+_UNNAMED, _SOFTMAX, _SIGMOID = 0, 1, 2
 _TOKEN_IDS = {"eos_token_id": "eos_token_id", "bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 # Tokens that end a turn, beside the end of the text.
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -38,6 +39,7 @@ class Fields:
         if not isinstance(name, str):
             raise CheckpointError("The GGUF file names no architecture.")
         self.architecture = name
+        self._read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
         value = self.get(name)
@@ -46,8 +48,17 @@ class Fields:
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
         value = self.header.metadata.get(f"{self.architecture}.{name}")
         return default if value is None else value
+
+    def unread(self) -> dict[str, Any]:
+        """Return the fields of the architecture that nothing has asked for yet."""
+        start = f"{self.architecture}."
+        own = {
+            name.removeprefix(start): value for name, value in self.header.metadata.items() if name.startswith(start)
+        }
+        return {name: value for name, value in own.items() if name not in self._read}
 
     def count(self, name: str, default: int | None = None) -> int:
         """Return a whole number; of a list, one per layer, the one of all layers that have not 0."""
@@ -77,7 +88,9 @@ def config_of(header: GgufHeader) -> Config:
         raise UnsupportedModel(
             f"GGUF models of architecture {fields.architecture!r} are not supported; these are: {', '.join(_BUILDERS)}."
         )
-    return {**_base(fields), **build(fields), **_token_ids(header)}
+    config = {**_base(fields), **build(fields), **_token_ids(header)}
+    check_unread(fields.architecture, fields.unread(), head_dim(fields), fields.count("context_length"))
+    return config
 
 
 def generation_config_of(header: GgufHeader) -> Config:
@@ -127,7 +140,7 @@ def _base(fields: Fields) -> Config:
         "head_dim": head_dim(fields),
         "intermediate_size": fields.count("feed_forward_length", 0) or fields.count("expert_feed_forward_length"),
         "max_position_embeddings": fields.count("context_length"),
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-5),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(fields),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
@@ -135,21 +148,34 @@ def _base(fields: Fields) -> Config:
 
 
 def _rope(fields: Fields) -> Config:
-    if "rope_factors_long.weight" in fields.header.tensors:
+    if not fields.header.tensors.keys().isdisjoint(("rope_factors_long.weight", "rope_factors_short.weight")):
         raise UnsupportedModel("GGUF models with long-context factors of rotary embeddings (Phi) are not supported.")
     theta = {"rope_theta": fields.number("rope.freq_base", 10000.0)}
-    kind = fields.get("rope.scaling.type", "none")
-    if kind == "none" or (kind == "linear" and fields.number("rope.scaling.factor", 0.0) in (0.0, 1.0)):
+    kind = fields.get("rope.scaling.type", "linear")
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0)) or 1.0
+    _check_extrapolation(fields, is_yarn=kind == "yarn")
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return {"rope_type": "default", **theta}
     if kind not in ("linear", "yarn"):
         raise UnsupportedModel(f"Rotary embeddings of type {kind!r} in a GGUF file are not supported.")
-    scaling = {"rope_type": kind, "factor": fields.number("rope.scaling.factor"), **theta}
+    scaling = {"rope_type": kind, "factor": factor, **theta}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = fields.count("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = fields.count(
+            "rope.scaling.original_context_length", fields.count("context_length")
+        )
         for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             if fields.get(f"rope.scaling.{key}") is not None:
                 scaling[name] = fields.number(f"rope.scaling.{key}")
     return scaling
+
+
+def _check_extrapolation(fields: Fields, *, is_yarn: bool) -> None:
+    """Raise UnsupportedModel for a mix of rotary frequencies other than that of YaRN, or of no scaling: 1 and 0."""
+    mix = fields.number("rope.scaling.yarn_ext_factor", -1.0)  # A negative one leaves it to the type.
+    if mix >= 0 and mix != float(is_yarn):
+        raise UnsupportedModel(
+            f"The GGUF file sets {fields.architecture}.rope.scaling.yarn_ext_factor to {mix:g}, which is not supported."
+        )
 
 
 def _experts(fields: Fields) -> Config:
@@ -226,19 +252,27 @@ def _qwen3moe(fields: Fields) -> Config:
 
 def _olmoe(fields: Fields) -> Config:
     experts = {**_experts(fields), "intermediate_size": _expert_width(fields)}
-    clip = fields.get("attention.clamp_kqv")
+    clip = fields.number("attention.clamp_kqv", 0.0) or None
     return {"model_type": "olmoe", **experts, "norm_topk_prob": False, "clip_qkv": clip}
 
 
 def _gpt_oss(fields: Fields) -> Config:
     layers = num_layers(fields)
+    slides = [layer % 2 == 0 for layer in range(layers)]
+    pattern = fields.get("attention.sliding_window_pattern", 2)
+    if pattern != 2 and pattern != slides:
+        raise UnsupportedModel(
+            "GGUF models of gpt-oss whose windows are not those of every other layer are not supported."
+        )
+    if fields.number("rope.freq_base_swa", base := fields.number("rope.freq_base", 10000.0)) != base:
+        raise UnsupportedModel("GGUF models of gpt-oss with two bases of rotary embeddings are not supported.")
     return {
         "model_type": "gpt_oss",
         "num_local_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
         "intermediate_size": _expert_width(fields),
         "sliding_window": fields.count("attention.sliding_window"),
-        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)],
+        "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides],
         # The file does not tell these; all models of the architecture have them.
         "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **_rope(fields)},
     }
@@ -246,9 +280,12 @@ def _gpt_oss(fields: Fields) -> Config:
 
 def _deepseek2(fields: Fields) -> Config:
     rope_dim = fields.count("rope.dimension_count")
-    new = fields.get("attention.key_length_mla") is not None
-    suffix = "_mla" if new else ""
-    is_v3 = fields.count("expert_gating_func", 1) == _SIGMOID
+    suffix = "_mla" if fields.count("attention.key_length_mla", 0) else ""
+    is_v3 = _is_sigmoid(fields)
+    if not is_v3 and fields.get("expert_weights_norm", False):
+        raise UnsupportedModel(
+            "GGUF models of DeepSeek V2 whose experts' weights are divided by their sum are refused."
+        )
     groups = {
         "n_group": fields.count("expert_group_count", 1),
         "topk_group": fields.count("expert_group_used_count", 1),
@@ -265,10 +302,19 @@ def _deepseek2(fields: Fields) -> Config:
         "qk_nope_head_dim": fields.count(f"attention.key_length{suffix}") - rope_dim,
         "v_head_dim": fields.count(f"attention.value_length{suffix}"),
         "kv_lora_rank": fields.count("attention.kv_lora_rank"),
-        "q_lora_rank": fields.get("attention.q_lora_rank"),
+        "q_lora_rank": fields.count("attention.q_lora_rank", 0) or None,
         "attention_bias": False,
         "rope_parameters": _deepseek_rope(fields),
     }
+
+
+def _is_sigmoid(fields: Fields) -> bool:
+    """Return whether experts are chosen by sigmoids; of files that do not tell, those with biases of the choice are."""
+    function = fields.count("expert_gating_func", _UNNAMED)
+    if function not in (_UNNAMED, _SOFTMAX, _SIGMOID):
+        raise UnsupportedModel(f"The function {function} by which the GGUF file chooses experts is not supported.")
+    is_biased = any(name.endswith(".exp_probs_b.bias") for name in fields.header.tensors)
+    return function == _SIGMOID or (function == _UNNAMED and is_biased)
 
 
 def _deepseek_rope(fields: Fields) -> Config:
@@ -289,7 +335,7 @@ def _routed(fields: Fields) -> Config:
         "moe_intermediate_size": _expert_width(fields),
         "n_shared_experts": fields.count("expert_shared_count", 0),
         "first_k_dense_replace": fields.count("leading_dense_block_count", 0),
-        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0) or 1.0,
         "norm_topk_prob": bool(fields.get("expert_weights_norm", False)),
     }
 
@@ -306,22 +352,24 @@ def _glm4moe(fields: Fields) -> Config:
 
 
 def _partial_rope(fields: Fields) -> Config:
-    factor = fields.count("rope.dimension_count") / head_dim(fields)
+    factor = fields.count("rope.dimension_count", head_dim(fields)) / head_dim(fields)
     return {**_rope(fields), "partial_rotary_factor": factor}
 
 
 def _granitemoe(fields: Fields) -> Config:
     if fields.count("expert_shared_feed_forward_length", 0):
         raise UnsupportedModel("GGUF models of Granite with a shared expert are not supported.")
+    if not fields.get("rope.scaling.finetuned", True):
+        raise UnsupportedModel("GGUF models of Granite without rotary embeddings are not supported.")
     return {
         "model_type": "granitemoe",
         "num_local_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
         "intermediate_size": _expert_width(fields),
-        "attention_multiplier": fields.number("attention.scale"),
-        "embedding_multiplier": fields.number("embedding_scale"),
-        "residual_multiplier": fields.number("residual_scale"),
-        "logits_scaling": fields.number("logit_scale"),
+        "attention_multiplier": fields.number("attention.scale", 0.0) or head_dim(fields) ** -0.5,
+        "embedding_multiplier": fields.number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": fields.number("residual_scale", 0.0) or 1.0,
+        "logits_scaling": fields.number("logit_scale", 0.0) or 1.0,
     }
 
 

@@ -21,7 +21,7 @@ from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
 from moeserve.model.spec import ModelError, Progress, silent
 
 # The version of the files in the folder: raise it when their content changes, and new folders are made.
-_VERSION = 3
+_VERSION = 4
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 

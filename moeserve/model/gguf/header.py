@@ -149,8 +149,12 @@ class _Parser:
         metadata: dict[str, Any] = {}
         for _ in range(num_fields):
             key = self._text(_MAX_KEY_BYTES)
+            if key in metadata:
+                self._damaged("two fields of its metadata have one name")
             metadata[key] = self._value(self._kind())
         places = [self._tensor_info() for _ in range(num_tensors)]
+        if len({name for name, *_ in places}) < len(places):
+            self._damaged("two tensors have one name")
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
             self._damaged("its alignment is no power of two")

@@ -82,8 +82,8 @@ _WITH_VALUE_HEADS = (
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 # Files of Mixtral from before 2024-04 hold each expert by itself.
 _EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)\.weight")
-# Tables of rotary embeddings, and layers that predict further tokens.
-_IGNORED = re.compile(r"rope_freqs\.|rope_factors_|.*\.(nextn\.|attn_rot_embd)")
+# Tables of rotary embeddings in old files, and layers that predict further tokens.
+_IGNORED = re.compile(r"blk\.\d+\.(nextn\.|attn_rot_embd)")
 # Architectures whose files hold the rotary pairs of queries and keys side by side, where checkpoints hold halves.
 _PAIRED = frozenset(("llama", "granitemoe"))
 _NORMS_PLUS_ONE = frozenset(("qwen3next", "qwen35", "qwen35moe"))
@@ -229,22 +229,37 @@ class _Namer:
 
 
 def parts_of(header: GgufHeader, fields: Fields, num_layers: int) -> Iterator[tuple[str, GgufPart]]:
-    """Yield every tensor of the model by its name in a checkpoint. Raise CheckpointError for an unknown name."""
-    namer = _Namer(fields)
+    """Yield every tensor of the model by its name in a checkpoint. Raise CheckpointError for an unknown name, and for
+    two tensors of one name."""
+    namer, block_count = _Namer(fields), fields.count("block_count")
+    found: dict[str, str] = {}
     for name, tensor in header.tensors.items():
-        if name in _OUTER:
-            less_one = fields.architecture in _NORMS_PLUS_ONE and name == "output_norm.weight"
-            yield _OUTER[name], GgufPart((tensor,), "less_one" if less_one else "plain")
-            continue
         block = _BLOCK.fullmatch(name)
-        if _IGNORED.match(name) or (block and int(block[1]) >= num_layers):
+        if _is_left_out(name, fields.architecture) or (block and num_layers <= int(block[1]) < block_count):
             continue
-        if block is None:
+        part = _outer(name, tensor, fields) if block is None else namer.name(int(block[1]), block[2], tensor)
+        if (block is None and part is None) or (block and int(block[1]) >= block_count):
             raise CheckpointError(f"The GGUF file holds {name[:80]}, which models of this architecture do not have.")
-        found = namer.name(int(block[1]), block[2], tensor)
-        if found is not None:
-            yield f"model.layers.{block[1]}.{found[0]}", found[1]
+        if part is None:
+            continue
+        target = f"model.layers.{block[1]}.{part[0]}" if block else part[0]
+        if target in found:
+            raise CheckpointError(f"The GGUF file holds {found[target]} and {name[:80]}, which are the same tensor.")
+        found[target] = name[:80]
+        yield target, part[1]
     namer.check_whole()
+
+
+def _is_left_out(name: str, architecture: str) -> bool:
+    # The configuration of a llama holds its factors of rotary frequencies.
+    return bool(_IGNORED.match(name)) or (name == "rope_freqs.weight" and architecture == "llama")
+
+
+def _outer(name: str, tensor: GgufTensor, fields: Fields) -> tuple[str, GgufPart] | None:
+    if name not in _OUTER:
+        return None
+    less_one = fields.architecture in _NORMS_PLUS_ONE and name == "output_norm.weight"
+    return _OUTER[name], GgufPart((tensor,), "less_one" if less_one else "plain")
 
 
 def _own_name(own: str) -> str:
