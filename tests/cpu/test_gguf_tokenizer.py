@@ -114,6 +114,7 @@ def test_decomposed_letters_are_composed_where_the_models_own_tokenizer_does_so(
         ("deepseek-llm", "don't  sum 42\n 東京で、Ünï+x ", "don|'|t| | sum| |4|2|\n| |東京で|、|Ü|n|ï|+|x| "),
         ("deepseek-coder", "a_b  =12", "a|_|b|  =|1|2"),
         ("kimi-k2", "HelloWorld 東京 12345/\nABc", "Hello|World| |東京| |123|45|/\n|ABc"),
+        ("default", "it's 12345  x=<a>.b", "it|'|s| |123|45| | x|=<|a|>.|b"),
         ("minimax-m2", "HelloWorld 12345/\n's", "Hello|World| |123|45|/\n|'s"),
     ],
 )
@@ -145,6 +146,42 @@ def test_texts_begin_with_the_bos_token_where_the_file_or_its_family_says_so(
     assert tokens == ["<s>"] * has_bos + ["h", "i"]
     spm = build_tokenizer(metadata_of(*pieces()) | fields)
     assert (spm.encode("a").ids[0] == 1) == fields.get("tokenizer.ggml.add_bos_token", True)
+
+
+def test_texts_end_with_the_eos_token_where_the_file_says_so() -> None:
+    fields = {"tokenizer.ggml.add_eos_token": True, "tokenizer.ggml.eos_token_id": 1}
+    assert byte_level("qwen2", **fields).encode("hi").tokens == ["h", "i", "!"]
+    assert byte_level("llama-bpe", **fields).encode("hi").tokens == ["<s>", "h", "i", "!"]
+    spm = build_tokenizer(metadata_of(*pieces()) | {"tokenizer.ggml.add_eos_token": True})
+    plain = spm.encode("a", add_special_tokens=False).ids
+    assert spm.encode("a").ids == [1, *plain, 2]
+
+
+def test_sentencepieces_usual_tokens_are_those_of_a_file_that_names_none() -> None:
+    named = metadata_of(*pieces())
+    unnamed = {name: value for name, value in named.items() if not name.endswith("_token_id")}
+    assert build_tokenizer(unnamed).encode("a").ids == build_tokenizer(named).encode("a").ids
+    assert tokenizer_config_of(unnamed)["eos_token"] == "</s>"
+    assert generation_config_of(GgufHeader(unnamed, {}, ())) == {"eos_token_id": [2]}
+
+
+def test_the_text_of_the_unknown_token_is_that_token() -> None:
+    assert build_tokenizer(metadata_of(*pieces())).encode("a<unk>b", add_special_tokens=False).ids.count(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("escape_whitespaces", False),
+        ("normalizer.lowercase", True),
+        ("precompiled_charsmap", [1, 2]),
+        ("remove_extra_whitespaces", True),
+        ("suppress_tokens", [7]),
+    ],
+)
+def test_a_field_that_changes_tokens_is_refused_by_its_name(name: str, value: object) -> None:
+    with pytest.raises(ModelError, match=rf"^The GGUF file's tokenizer sets {name}, .*: put the model's tokenizer"):
+        build_tokenizer(metadata_of(*pieces()) | {f"tokenizer.ggml.{name}": value})
 
 
 @pytest.mark.parametrize(

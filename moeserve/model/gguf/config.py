@@ -95,7 +95,9 @@ def config_of(header: GgufHeader) -> Config:
 
 def generation_config_of(header: GgufHeader) -> Config:
     """Return `generation_config.json`: the tokens that end an answer."""
-    ids = [header.metadata.get(f"tokenizer.ggml.{name}") for name in _ENDS]
+    # SentencePiece's usual id where a file names none.
+    usual = {"eos_token_id": 2} if header.metadata.get("tokenizer.ggml.model") == "llama" else {}
+    ids = [header.metadata.get(f"tokenizer.ggml.{name}", usual.get(name)) for name in _ENDS]
     ends = list(dict.fromkeys([*(token for token in ids if type(token) is int), *_ending_tokens(header.metadata)]))
     return {"eos_token_id": ends} if ends else {}
 

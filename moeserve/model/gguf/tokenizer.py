@@ -42,10 +42,17 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+# As files are cut that do not tell how, or tell that nobody knew.
+_DEFAULT = (
+    r"[\p{P}$+<=>^~|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    "[0-9]{3}",
+)
 # By `tokenizer.ggml.pre`: the expressions that cut a text before bytes are merged. None: GPT-2's expression; before it
 # single digits are cut apart where the name is in _SINGLE_DIGITS.
 _EXPRESSIONS: Mapping[str, tuple[str, ...] | None] = {
-    "default": None,
+    "default": _DEFAULT,
     "gpt-2": None,
     "olmo": None,
     "smollm": None,
@@ -73,6 +80,16 @@ _WHOLE_WORDS = frozenset(("llama3", "llama-bpe"))
 _COMPOSED = frozenset(("qwen2", "qwen35", "olmo"))
 # Of architectures whose first files do not name it.
 _UNNAMED = {"qwen2": "qwen2", "qwen2moe": "qwen2"}
+# Ids of tokens in files of SentencePiece's BPE that do not name them.
+_USUAL_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+# Fields that change how texts are cut, or which tokens are drawn, and their values that change nothing.
+_NEUTRAL = {
+    "escape_whitespaces": True,
+    "precompiled_charsmap": [],
+    "normalizer.lowercase": False,
+    "remove_extra_whitespaces": False,
+    "suppress_tokens": [],
+}
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -85,19 +102,34 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         types = [_NORMAL] * len(tokens)
     if not isinstance(types, list) or len(types) != len(tokens):
         raise CheckpointError("The GGUF file's kinds of tokens do not fit its vocabulary.")
+    for name, neutral in _NEUTRAL.items():
+        if metadata.get(f"tokenizer.ggml.{name}", neutral) != neutral:
+            raise UnsupportedModel(f"The GGUF file's tokenizer sets {name}, which is not supported here: {_ADVICE}.")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata, tokens)
     elif kind == "llama":
         tokenizer = _sentencepiece(metadata, tokens, types)
     else:
         raise UnsupportedModel(f"GGUF tokenizers of kind {str(kind)[:40]!r} are not supported: {_ADVICE}.")
-    tokenizer.add_special_tokens(_added(tokens, types, _CONTROL))
+    tokenizer.add_special_tokens(_added(tokens, types, _CONTROL) + _added(tokens, types, _UNKNOWN))
     tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
-    first = _token_ids(metadata, tokens).get("bos")
-    if first is not None and _begins_with_bos(metadata):
-        bos = {"id": "bos", "ids": [first], "tokens": [tokens[first]]}
-        tokenizer.post_processor = processors.TemplateProcessing(["bos", "$A"], ["bos", "$A", "$B"], [bos])
+    processor = _processor(metadata, tokens)
+    if processor is not None:
+        tokenizer.post_processor = processor
     return tokenizer
+
+
+def _processor(metadata: Mapping[str, Any], tokens: list[str]) -> processors.TemplateProcessing | None:
+    """Return what puts a token before and after texts, None where the file wants neither."""
+    ids, before, after = _token_ids(metadata, tokens), ["bos"], ["eos"]
+    if "bos" not in ids or not _begins_with_bos(metadata):
+        before = []
+    if "eos" not in ids or not metadata.get("tokenizer.ggml.add_eos_token", False):
+        after = []
+    if not before and not after:
+        return None
+    named = [{"id": name, "ids": [ids[name]], "tokens": [tokens[ids[name]]]} for name in before + after]
+    return processors.TemplateProcessing([*before, "$A", *after], [*before, "$A", "$B", *after], named)
 
 
 def tokenizer_config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,8 +148,10 @@ def tokenizer_config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_ids(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, int]:
-    """Return the ids of the tokens that the file names and has."""
-    ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "unknown", "padding")}
+    """Return the ids of the tokens that the file names and has, or that are usual where it does not name them."""
+    usual = _USUAL_IDS if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    names = ("bos", "eos", "unknown", "padding")
+    ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(key)) for key in names}
     return {key: token for key, token in ids.items() if type(token) is int and 0 <= token < len(tokens)}
 
 
@@ -128,7 +162,7 @@ def _begins_with_bos(metadata: Mapping[str, Any]) -> bool:
 
 
 def _added(tokens: list[str], types: list[int], kind: int) -> list[AddedToken]:
-    special = kind == _CONTROL
+    special = kind in (_CONTROL, _UNKNOWN)
     chosen = (token for token, own in zip(tokens, types, strict=True) if own == kind and token)
     return [AddedToken(token, special=special, normalized=False) for token in chosen]
 
