@@ -112,7 +112,7 @@ def test_quantisation_is_recognised_or_refused_by_name() -> None:
     mxfp4 = {"quant_method": "mxfp4"}
     assert build_spec({**_MIXTRAL, "quantization_config": mxfp4}).quantization == QuantizationSpec("mxfp4", (1, 32))
     gptq = build_spec({**_MIXTRAL, "quantization_config": {"quant_method": "gptq", "bits": 4}}).quantization
-    assert gptq == QuantizationSpec("gptq", form="INT4_F16", zeros_less_one=True)
+    assert gptq == QuantizationSpec("gptq", form="INT4_F16", zeros_less_one=True, widths=((4, 0),))
     with pytest.raises(UnsupportedModel, match="'quanto'"):
         build_spec({**_MIXTRAL, "quantization_config": {"quant_method": "quanto"}})
 
