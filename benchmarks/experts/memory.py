@@ -27,9 +27,9 @@ from moeserve.config import ServeConfig
 from moeserve.engine.experts.fit import TextReader, fit_gates, half_of_topics, pieces
 from moeserve.engine.experts.prefetch import find_fitted_gates, keep_fitted_gates
 from moeserve.engine.memory_plan import read_spec
-from moeserve.model.expert_store import layouts_in_store
+from moeserve.model.expert_store import ExpertFile, layouts_in_store, stored_experts
 from moeserve.model.rounding import Rounding
-from moeserve.model.spec import DecoderSpec, ModelError
+from moeserve.model.spec import DecoderSpec, ModelError, silent
 from moeserve.plan import SamplingParams
 
 _PROMPT_TOKENS = 24
@@ -92,6 +92,8 @@ class Contestant:
             threads=1,
         )
         try:
+            if setting.bandwidth is not None:
+                _write_expert_file(setting, config)
             with _emulated_link(setting.bandwidth):
                 self._llm = TokenEngine(setting.folder, config)
         except ModelError as error:
@@ -136,6 +138,20 @@ class Contestant:
 
     def close(self) -> None:
         self._llm.close()
+
+
+def _write_expert_file(setting: Setting, config: ServeConfig) -> None:
+    """Write the expert file before a start: until it is there, experts come out of the checkpoint and not by the link.
+
+    Raise ModelError.
+    """
+    spec, dtype = read_spec(setting.folder, config)
+    assert spec.moe is not None
+    rounding = Rounding.named(config.quantization, config.expert_quantization, config.arithmetic)
+    stored = stored_experts(setting.folder, spec, dtype, rounding)
+    layouts = layouts_in_store(setting.folder, spec, dtype, rounding)
+    root = None if config.expert_store_dir is None else Path(config.expert_store_dir)
+    ExpertFile(setting.folder, stored, spec.moe.num_experts, layouts, root).ensure(silent)
 
 
 @contextmanager
