@@ -252,3 +252,17 @@ def test_a_name_that_comes_twice_is_refused(
     bad.write_bytes(header_of("llama").files[0].read_bytes().replace(*names))
     with pytest.raises(CheckpointError, match=sentence):
         read_gguf(bad)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention__key_length": 0},
+        {"attention__key_length": -3},
+        {"attention__key_length": None, "attention__head_count": 100_000},
+    ],
+    ids=str,
+)
+def test_heads_without_a_width_are_refused_in_a_sentence(change: dict[str, Any], header_of: Headers) -> None:
+    with pytest.raises(CheckpointError, match=r"have no width\.$"):
+        config_of(with_fields(header_of("llama"), **change))

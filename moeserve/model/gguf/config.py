@@ -124,7 +124,10 @@ def num_layers(fields: Fields) -> int:
 
 def head_dim(fields: Fields) -> int:
     heads = fields.count("attention.head_count")
-    return fields.count("attention.key_length", fields.count("embedding_length") // max(heads, 1))
+    width = fields.count("attention.key_length", fields.count("embedding_length") // max(heads, 1))
+    if width < 1:
+        raise CheckpointError("The heads of a GGUF file's attention have no width.")
+    return width
 
 
 def _base(fields: Fields) -> Config:
