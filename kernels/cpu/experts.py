@@ -148,7 +148,6 @@ class NativeExperts(SplitExperts):
         self._addresses = torch.zeros(num_experts, dtype=torch.int64)
         self._activation: Activation | None = None
         self._record = _Experts()
-        self._address = 0
 
     def __len__(self) -> int:
         return len(self._packed)
@@ -199,7 +198,7 @@ class NativeExperts(SplitExperts):
         # A contiguous copy must outlive the call.
         expert_ids = expert_ids.contiguous()
         missing = self._run(
-            self.address_for(activation),
+            addressof(self.record_for(activation)),
             x.data_ptr(),
             x.stride(0),
             num_tokens,
@@ -212,8 +211,11 @@ class NativeExperts(SplitExperts):
         if missing >= 0:
             raise ValueError(f"expert {missing} is not here")
 
-    def address_for(self, activation: Activation) -> int:
-        """Return the address of the `MoeExperts` of experts.cpp, which stays as long as the activation."""
+    def record_for(self, activation: Activation) -> Structure:
+        """Return the `MoeExperts` of experts.cpp, a new one for another activation than before.
+
+        It names memory of these experts, and must outlive the calls that get its address.
+        """
         if self._activation is not activation:
             shape = self._layout.shape
             check_gate(shape, activation)
@@ -230,8 +232,8 @@ class NativeExperts(SplitExperts):
                 activation.alpha,
                 activation.limit,
             )
-            self._activation, self._address = activation, addressof(self._record)
-        return self._address
+            self._activation = activation
+        return self._record
 
 
 class RowLayout(ExpertLayout):

@@ -66,7 +66,9 @@ class NativeLayers:
         self._run = kernels.layers
         self._top_k = layers[0].choice.top_k
         self._sizes = _Sizes(len(layers), hidden, self._top_k, multiplier)
-        self._records = (_Layer * len(layers))(*(_record(layer) for layer in layers))
+        # Kept alive: the experts make another record where they are called with another activation.
+        self._experts = [layer.experts.record_for(layer.activation) for layer in layers]
+        self._records = (_Layer * len(layers))(*map(_record, layers, self._experts))
         self._addresses = addressof(self._sizes), addressof(self._records)
         self._pools: tuple[Sequence[tuple[Tensor, Tensor | None]], object, int] | None = None
 
@@ -122,11 +124,11 @@ class NativeLayers:
         return self._pools[2]
 
 
-def _record(layer: LayerParts) -> _Layer:
+def _record(layer: LayerParts, experts: Structure) -> _Layer:
     return _Layer(
         layer.attention.address,
         layer.choice.address,
-        layer.experts.address_for(layer.activation),
+        addressof(experts),
         layer.norm.weight.data_ptr(),
         layer.next_norm.weight.data_ptr(),
         layer.norm.eps,
@@ -138,7 +140,8 @@ def _record(layer: LayerParts) -> _Layer:
 def native_layers(
     layers: Sequence[LayerParts], kernels: NativeKernels, hidden: int, multiplier: float
 ) -> NativeLayers | None:
-    """Return the layers as one call; None where a norm has a bias or is not in float32, or experts vary in number."""
+    """Return the layers as one call; None where a norm has a bias or is not in float32, or where the widths of results
+    or the numbers of chosen experts differ."""
     norms = [norm for layer in layers for norm in (layer.norm, layer.next_norm)]
     if any(norm.bias is not None or norm.weight.dtype is not torch.float32 for norm in norms):
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 from experts.observer import AnyObserver
 from kernels.cpu.library import native_kernels
 from kernels.packed_experts import SplitExperts
-from kernels.specs import GateSpec
+from kernels.specs import Activation, GateSpec
 from moeserve.model.decoder import Decoder
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.rounding import INT8, NO_ROUNDING, Rounding
@@ -24,6 +24,7 @@ from moeserve.model.weights import load_decoder
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import CASES, build, save
 
+_GELU = Activation("gelu")
 _REQUESTS = [torch.randint(1, 128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (21, 9, 70)]
 
 
@@ -180,6 +181,18 @@ def test_a_long_step_is_computed_layer_by_layer(tmp_path: Path) -> None:
     PagedRunner(decoder, [tokens]).step([(0, 0, 200)])
     assert not heard.num_whole
     assert len(heard.parts) == spec.num_layers
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
+def test_experts_that_were_called_with_another_activation_compute_a_step_with_their_own(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    decoder = load_decoder(tmp_path, build_spec(load_config(tmp_path)), max_model_len=80)
+    before = PagedRunner(decoder, _REQUESTS).step([(0, 0, 9)])
+    for experts in decoder.experts:
+        assert isinstance(experts, SplitExperts)
+        with torch.inference_mode():
+            experts(torch.randn(2, decoder.spec.hidden_size), torch.zeros(2, 1).long(), torch.ones(2, 1), _GELU)
+    assert torch.equal(PagedRunner(decoder, _REQUESTS).step([(0, 0, 9)]), before)
 
 
 @pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
