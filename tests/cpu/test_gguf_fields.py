@@ -266,3 +266,16 @@ def test_a_name_that_comes_twice_is_refused(
 def test_heads_without_a_width_are_refused_in_a_sentence(change: dict[str, Any], header_of: Headers) -> None:
     with pytest.raises(CheckpointError, match=r"have no width\.$"):
         config_of(with_fields(header_of("llama"), **change))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3next", "ernie4_5-moe"])
+@pytest.mark.parametrize(
+    "change",
+    [{"block_count": 2**31}, {"block_count": 0}, {"nextn_predict_layers": -(2**63)}, {"block_count": []}],
+    ids=str,
+)
+def test_a_number_of_layers_that_the_file_cannot_hold_is_refused(
+    architecture: str, change: dict[str, Any], header_of: Headers
+) -> None:
+    with pytest.raises(CheckpointError, match=r"^[^\n]+\.$"):
+        config_of(with_fields(header_of(architecture), **change))

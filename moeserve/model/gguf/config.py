@@ -64,7 +64,8 @@ class Fields:
         """Return a whole number; of a list, one per layer, the one of all layers that have not 0."""
         value = self[name] if default is None else self.get(name, default)
         if isinstance(value, list):
-            numbers = set(value[: self.get("block_count", len(value))]) - {0} or {0}
+            count = self.get("block_count")
+            numbers = set(value[: count if isinstance(count, int) else None]) - {0} or {0}
             if len(numbers) > 1:
                 raise UnsupportedModel(f"Layers of a GGUF model that differ in {name} are not supported.")
             (value,) = numbers
@@ -118,8 +119,14 @@ def _token_ids(header: GgufHeader) -> Config:
 
 
 def num_layers(fields: Fields) -> int:
-    """Return the number of layers, without the last ones that only predict further tokens."""
-    return fields.count("block_count") - fields.count("nextn_predict_layers", 0)
+    """Return the number of layers, without the last ones that only predict further tokens.
+
+    Raise CheckpointError unless each may have a tensor in the file: a hostile number would take memory without bound.
+    """
+    count = fields.count("block_count") - fields.count("nextn_predict_layers", 0)
+    if not 0 < count <= len(fields.header.tensors):
+        raise CheckpointError(f"A GGUF file of {len(fields.header.tensors)} tensors does not have {count} layers.")
+    return count
 
 
 def head_dim(fields: Fields) -> int:
