@@ -268,6 +268,21 @@ def test_heads_without_a_width_are_refused_in_a_sentence(change: dict[str, Any],
         config_of(with_fields(header_of("llama"), **change))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "change"),
+    [
+        ("qwen3next", {"ssm__time_step_rank": 0}),
+        ("deepseek2-v3", {"rope__scaling__yarn_log_multiplier": "x"}),
+        ("deepseek2-v3", {"rope__scaling__yarn_log_multiplier": []}),
+    ],
+)
+def test_a_field_of_a_wrong_kind_is_refused_in_a_sentence(
+    architecture: str, change: dict[str, Any], header_of: Headers
+) -> None:
+    with pytest.raises(ModelError, match=r"^[^\n]+\.$"):
+        build_spec(config_of(with_fields(header_of(architecture), **change)))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen3next", "ernie4_5-moe"])
 @pytest.mark.parametrize(
     "change",

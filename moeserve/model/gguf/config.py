@@ -331,10 +331,10 @@ def _is_sigmoid(fields: Fields) -> bool:
 
 def _deepseek_rope(fields: Fields) -> Config:
     rope = _rope(fields)
-    multiplier = fields.get("rope.scaling.yarn_log_multiplier")
-    if rope["rope_type"] == "yarn" and multiplier is not None:
+    name = "rope.scaling.yarn_log_multiplier"
+    if rope["rope_type"] == "yarn" and fields.get(name) is not None:
         # The file holds a tenth of both of the configuration's numbers, which are equal in all published models.
-        mscale = float(f"{10 * multiplier:.6g}")
+        mscale = float(f"{10 * fields.number(name):.6g}")
         rope |= {"mscale": mscale, "mscale_all_dim": mscale}
     return rope
 
@@ -459,7 +459,7 @@ def _delta_net(fields: Fields) -> Config:
         "linear_key_head_dim": fields.count("ssm.state_size"),
         "linear_num_key_heads": fields.count("ssm.group_count"),
         "linear_num_value_heads": values,
-        "linear_value_head_dim": fields.count("ssm.inner_size") // values,
+        "linear_value_head_dim": fields.count("ssm.inner_size") // max(values, 1),
         "rope_parameters": _partial_rope(fields),
     }
 
