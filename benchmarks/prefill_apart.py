@@ -139,11 +139,11 @@ def total(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}_total"))
 
 
-def arrange(ends: ExitStack, threads: int, early: bool, settings: Sequence[str]) -> list[Arrangement]:
-    """Start one service with all threads, and two that share them. early: see `--kv-transfer-config`."""
+def arrange(ends: ExitStack, threads: int, settings: Sequence[str]) -> list[Arrangement]:
+    """Start one service with all threads, and two that share them."""
     folder = Path(ends.enter_context(TemporaryDirectory()))
     create_keys(folder / "kv.key")
-    transfer = ("--kv-transfer-config", json.dumps({"key_file": str(folder / "kv.key"), "early": early}))
+    transfer = ("--kv-transfer-config", json.dumps({"key_file": str(folder / "kv.key")}))
     half = str(max(1, threads // 2))
     found = []
     for name, more in (
@@ -166,7 +166,6 @@ def arrange(ends: ExitStack, threads: int, early: bool, settings: Sequence[str])
 @click.option("--seconds", default=60.0, show_default=True, help="Of each rate.")
 @click.option("--ttft", default=5.0, show_default=True, help="Most seconds to the first token of a good request.")
 @click.option("--tpot", default=0.1, show_default=True, help="Most seconds between its tokens, on the mean.")
-@click.option("--early", is_flag=True, help="KV is fetched while prompts are computed.")
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True)
 @click.argument("settings", nargs=-1)
 def command(
@@ -178,7 +177,6 @@ def command(
     seconds: float,
     ttft: float,
     tpot: float,
-    early: bool,
     rounds: int,
     settings: tuple[str, ...],
 ) -> None:
@@ -188,7 +186,7 @@ def command(
         return first_s <= ttft and between_s <= tpot
 
     with ExitStack() as ends:
-        both = arrange(ends, len(sched_getaffinity(0)), early, settings)
+        both = arrange(ends, len(sched_getaffinity(0)), settings)
         times = {arrangement: Times() for arrangement in both}
         good = {(arrangement, rate): [0, 0] for arrangement in both for rate in rates}
         for number in range(rounds):

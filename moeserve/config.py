@@ -330,8 +330,8 @@ class ServeConfig:
     )
     kv_transfer_config: str | None = _memory(
         None,
-        "JSON object that lets services compute prompts for each other: key_file, kv_ip, kv_port, lease_seconds, "
-        "early; see replicas.md.",
+        "JSON object that lets services compute prompts for each other: key_file, kv_ip, kv_port, "
+        "lease_seconds; see replicas.md.",
         check=parse_kv_transfer,
         metavar="JSON",
     )

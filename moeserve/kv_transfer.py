@@ -17,7 +17,7 @@ from typing import Any
 
 from moeserve.settings.objects import read_object
 
-TRANSPORT = "moeserve-zmq-2"  # the number changes with the messages between services
+TRANSPORT = "moeserve-zmq-3"  # the number changes with the messages between services
 _DIGEST_BYTES = 16
 _MAX_PORT = 65535
 _MAX_BLOCKS = 2**31
@@ -30,14 +30,13 @@ class KvTransferConfig:
 
     key_file: of `moeserve curve-key`, the same for all of them. kv_ip, kv_port: where this service is asked for blocks;
     port 0 takes a free one. lease_seconds: how long the blocks of a prompt are held after its answer, or its last
-    fetch. early: a prompt is answered when its first step begins, and fetched while it is computed.
+    fetch.
     """
 
     key_file: str = ""
     kv_ip: str = "127.0.0.1"
     kv_port: int = 0
     lease_seconds: float = 60.0
-    early: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -66,8 +65,8 @@ class KvTicket:
     """The first `num_blocks` blocks of a prompt, as they lie in an engine.
 
     engine_id: of its life. request_id: of the lease. fingerprint: of all that the bits of blocks depend on but tokens
-    (`moeserve.engine.kv_disk.fingerprint`). prompt: a digest of the tokens in the blocks, in hex. is_early: the blocks
-    are still being computed. A ticket of another kind of service is empty.
+    (`moeserve.engine.kv_disk.fingerprint`). prompt: a digest of the tokens in the blocks, in hex. A ticket of
+    another kind of service is empty.
     """
 
     engine_id: str = ""
@@ -78,7 +77,6 @@ class KvTicket:
     block_size: int = 0
     fingerprint: str = ""
     prompt: str = ""
-    is_early: bool = False
     signature: str = ""
 
     def params(self) -> dict[str, Any]:
@@ -97,7 +95,6 @@ class KvTicket:
             "block_size": self.block_size,
             "fingerprint": self.fingerprint,
             "prompt": self.prompt,
-            "is_early": self.is_early,
             "signature": self.signature,
         }
 
@@ -134,7 +131,6 @@ def _ticket(params: dict[str, Any]) -> KvTicket:
         block_size=size,
         fingerprint=text("fingerprint"),
         prompt=text("prompt"),
-        is_early=params.get("is_early") is True,
         signature=text("signature"),
     )
 
@@ -143,32 +139,23 @@ class TicketOffice:
     """Issues tickets for the blocks of this engine, and checks the tickets of others."""
 
     def __init__(
-        self,
-        secret: bytes,
-        fingerprint: str,
-        block_size: int,
-        host: str,
-        port: int,
-        *,
-        lease_s: float,
-        issues_early: bool = True,
+        self, secret: bytes, fingerprint: str, block_size: int, host: str, port: int, *, lease_s: float
     ) -> None:
         """secret: the services' common key. host, port: where this engine is asked for blocks. lease_s: the seconds for
-        which blocks are held. issues_early: a prompt gets its ticket once a part of it is computed."""
-        self.lease_s, self.issues_early = lease_s, issues_early
+        which blocks are held."""
+        self.lease_s = lease_s
         self._secret = secret
         self._blank = KvTicket(
             engine_id=secrets.token_hex(8), host=host, port=port, block_size=block_size, fingerprint=fingerprint
         )
 
-    def issue(self, tokens: array[int], num_blocks: int, *, is_early: bool = False) -> KvTicket:
-        """Return a new ticket for the first blocks of a prompt. is_early: see `KvTicket`."""
+    def issue(self, tokens: array[int], num_blocks: int) -> KvTicket:
+        """Return a new ticket for the first blocks of a prompt."""
         ticket = replace(
             self._blank,
             request_id=secrets.token_hex(16),
             num_blocks=num_blocks,
             prompt=self._digest(tokens, num_blocks),
-            is_early=is_early,
         )
         return replace(ticket, signature=self._sign(ticket))
 

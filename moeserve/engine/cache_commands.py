@@ -280,7 +280,6 @@ def _transfer_samples(transfer: KvTransfer, block_bytes: int) -> FeatureSamples:
     return {
         "moeserve_kv_transfer_held_blocks": [[offers.num_held]],
         "moeserve_kv_transfer_offers": [[offers.num_made]],
-        "moeserve_kv_transfer_early": [[offers.num_early]],
         "moeserve_kv_transfer_expired": [[offers.num_expired]],
         "moeserve_kv_transfer_tokens": [[counters.num_tokens]],
         "moeserve_kv_transfer_bytes": [[counters.num_blocks * block_bytes]],

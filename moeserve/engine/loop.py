@@ -138,11 +138,9 @@ class Engine:
                 self._exchange.turn(self._scheduler)
             self._exchange_copies()
             self._send_outputs(self._scheduler.decline_cold())
-            outputs = self._steps.advance(self._offer_early)
+            outputs = self._steps.advance()
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
-                if self._exchange is not None:
-                    self._exchange.send_computed(self._scheduler)
                 self._send_outputs(outputs)
                 self._suspects.settle(self._steps.step)
                 seconds = time.monotonic() - started
@@ -164,10 +162,6 @@ class Engine:
         """
         progress = self._progress + self._step_progress()
         return Heartbeat(pid=self._ready.pid, progress=progress, busy=not self._scheduler.is_idle)
-
-    def _offer_early(self) -> None:
-        """Answer requests whose prompts are for other services before the step that computes them."""
-        self._send_outputs(self._scheduler.offer_early())
 
     def _idle(self) -> None:
         """Check what can be checked without a step, and wait a moment for messages unless there is work."""
@@ -318,9 +312,7 @@ class Engine:
         of_frontend: dict[bytes, list[Output]] = {}
         for output in outputs:
             request_id = output.request.request_id
-            receiver = self._asked_by.get(request_id)
-            if receiver is None:
-                continue  # it was answered before its prompt was computed, for another service
+            receiver = self._asked_by[request_id]
             of_frontend.setdefault(receiver, []).append(_to_message(output, self._tier))
             if output.finish_reason is not None:
                 del self._asked_by[request_id]

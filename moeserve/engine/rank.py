@@ -36,36 +36,24 @@ Observers = Sequence[StepObserver[StepPlan, StepResult]]
 class StepProgress(StepObserver[StepPlan, StepResult]):
     """Counts the work of a rank, within a step too: the count distinguishes a long step from a rank that hangs.
 
-    Layers, parts of the work of compiled kernels, and copied pieces of experts count. Any thread may ask. `plan`: of
-    the step that is computed now, `num_layers` of it; None between steps. `last_plan`: of the last step that succeeded.
+    Layers, parts of the work of compiled kernels, and copied pieces of experts count. Any thread may ask.
     """
 
     def __init__(self, kernels: NativeKernels | None, memory: ExpertMemory | None) -> None:
-        self.plan: StepPlan | None = None
-        self.last_plan: StepPlan | None = None
-        self.num_layers = 0
         self._num_observed = 0
         self._kernels, self._memory = kernels, memory
 
     def begin(self, plan: StepPlan) -> None:
         self._num_observed += 1
-        # Who reads the plan and then the number must not find that of the step before.
-        self.num_layers = 0
-        self.plan = plan
 
     def passed(self) -> None:
         self._num_observed += 1
-        self.num_layers += 1
 
     def launched(self) -> None:
         self._num_observed += 1
 
     def end(self, plan: StepPlan, result: StepResult) -> None:
         self._num_observed += 1
-        self.plan, self.last_plan = None, plan
-
-    def abandon(self, plan: StepPlan) -> None:
-        self.plan = None
 
     def count(self) -> int:
         """Return the count, which never goes back."""

@@ -324,7 +324,6 @@ _COUNTERS: Mapping[str, tuple[str, ...]] = {
         "fate",
     ),
     "moeserve_kv_transfer_offers": ("Prompts that were held for other services",),
-    "moeserve_kv_transfer_early": ("Prompts that were offered while they were computed",),
     "moeserve_kv_transfer_expired": ("Prompts held that nobody fetched in time",),
     "moeserve_kv_transfer_tokens": ("Tokens whose KV was fetched from other services",),
     "moeserve_kv_transfer_bytes": ("Bytes of KV fetched from other services",),

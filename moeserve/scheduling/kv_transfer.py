@@ -4,15 +4,14 @@ it.
 The service that computes a prompt holds its blocks by a lease, which ends when they have been fetched, or with its
 time. In the service that decodes, a request with a ticket waits outside the queue while threads fetch its blocks into
 leased ones. Then it takes its place again, by its arrival, and finds them as a prefix hit. A failure is counted by its
-reason, and the prompt is computed. An early ticket serves while its prompt is still computed: the request has been
-answered then and is computed for the other service alone. No sockets and no clock here: threads copy blocks.
+reason, and the prompt is computed. No sockets and no clock here: threads copy blocks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moeserve.kv_transfer import KvTicket, TicketOffice
 from moeserve.plan import Request
@@ -20,22 +19,14 @@ from moeserve.scheduling.lower_tier import longest_wait_s
 from radix_cache import BlockCopy, Fill, Lease, PrefixCache, begin_fill, end_fill, is_still_full
 
 _MOST_HELD = 0.5  # share of all blocks that are held for other services; beyond it the oldest leases end
-_EARLY_WAITS = 3  # times that wait for an early ticket, whose prompt the other service still computes among others
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Offer:
-    """Blocks that are held. request: the request while it still computes the prompt, else None; `num_seen` of its
-    tokens had been computed when the lease began."""
+    """Blocks that are held."""
 
     lease: Lease
     deadline: float
-    request: Request | None = None
-    num_seen: int = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.lease.block_ids)
 
 
 class KvOffers:
@@ -45,11 +36,8 @@ class KvOffers:
         self._cache = cache
         self._office = office
         self._offers: dict[str, _Offer] = {}
-        self._unwanted: list[Request] = []
-        self._has_news = False
         self._most_held = int(_MOST_HELD * cache.num_blocks)
         self.num_made = 0
-        self.num_early = 0
         self.num_expired = 0
 
     @property
@@ -65,94 +53,24 @@ class KvOffers:
         offer = self._offers.get(ticket_id)
         return None if offer is None else offer.lease.block_ids
 
-    def is_growing(self, ticket_id: str) -> bool:
-        """Return whether further blocks of a ticket are still computed. Any thread may call it, before `blocks`: if
-        this is false, `blocks` returns all blocks that there will be."""
-        offer = self._offers.get(ticket_id)
-        return offer is not None and offer.request is not None
-
-    def computed_for(self, ticket_id: str) -> str | None:
-        """Return the id of the request that still computes the prompt of a ticket. Any thread may call it."""
-        offer = self._offers.get(ticket_id)
-        request = None if offer is None else offer.request
-        return None if request is None else request.request_id
-
     def make(self, request: Request, now: float) -> KvTicket | None:
-        """Hold the blocks of a request's prompt; return the ticket, None if the prompt has no whole block."""
-        if request.offered is not None:
-            self._grow(request.offered.request_id, now)
-            if (offer := self._offers.get(request.offered.request_id)) is not None:
-                offer.request = None
-                self._has_news = True
-            return request.offered
+        """Hold the blocks of a request's prompt. Return the ticket, None if the prompt has no whole block."""
         prompt = request.token_ids[: request.num_prompt_tokens]
         lease = self._cache.match(prompt, request.namespace)
         if not lease.block_ids:
             self._cache.release(lease)
             return None
-        return self._hold(self._office.issue(prompt, len(lease.block_ids)), _Offer(lease, now + self._office.lease_s))
-
-    def make_early(self, request: Request, now: float) -> KvTicket | None:
-        """Hold the blocks of a request's prompt from now on, as they are computed; return the ticket, None if they are
-        more than may be held."""
-        prompt = request.token_ids[: request.num_prompt_tokens]
-        num_blocks = (len(prompt) - 1) // self._cache.block_size
-        if not 0 < num_blocks <= self._most_held:
-            return None
-        lease = self._computed(request)
-        self.num_early += 1
-        offer = _Offer(lease, now + self._office.lease_s, request, request.num_computed_tokens)
-        return self._hold(self._office.issue(prompt, num_blocks, is_early=True), offer)
-
-    def grow(self, now: float) -> None:
-        """Extend the leases of prompts with early tickets by the tokens computed since the last call."""
-        for ticket_id in [one for one, offer in self._offers.items() if offer.request is not None]:
-            self._grow(ticket_id, now)
-        self._keep_bound()
-
-    def take_news(self) -> bool:
-        """Return whether early tickets got further blocks, or are complete, since the last call."""
-        has_news, self._has_news = self._has_news, False
-        return has_news
-
-    def drop(self, request: Request) -> None:
-        """Record that the prompt of an early ticket will not be computed."""
-        if request.offered is not None and request.offered.request_id in self._offers:
-            self._end(request.offered.request_id)
-
-    def take_unwanted(self) -> list[Request]:
-        """Return the requests with early tickets whose blocks no service waits for any more."""
-        unwanted, self._unwanted = self._unwanted, []
-        return [request for request in unwanted if not request.finished]
-
-    def _hold(self, ticket: KvTicket, offer: _Offer) -> KvTicket | None:
-        self._offers[ticket.request_id] = offer
+        ticket = self._office.issue(prompt, len(lease.block_ids))
+        self._offers[ticket.request_id] = _Offer(lease, now + self._office.lease_s)
         self.num_made += 1
         self._keep_bound()
         return ticket if ticket.request_id in self._offers else None
 
     def _keep_bound(self) -> None:
         # Prompts that begin alike hold the same blocks, which are rarely so many that they have to be counted.
-        while sum(offer.num_blocks for offer in self._offers.values()) > self._most_held < self.num_held:
-            self._expire(next(iter(self._offers)))
-
-    def _computed(self, request: Request) -> Lease:
-        """Return a lease of the blocks of a request's prompt that are computed, but for the last token's."""
-        num_tokens = min(request.num_computed_tokens + 1, request.num_prompt_tokens)
-        return self._cache.match(request.token_ids[:num_tokens], request.namespace)
-
-    def _grow(self, ticket_id: str, now: float) -> None:
-        offer = self._offers.get(ticket_id)
-        if offer is None or offer.request is None:
-            return
-        request, before = offer.request, offer.lease
-        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if num_tokens > offer.num_seen:
-            # Threads find the longer lease before the shorter one ends.
-            offer.lease = self._computed(request)
-            offer.deadline, offer.num_seen = now + self._office.lease_s, num_tokens
-            self._cache.release(before)
-            self._has_news = True
+        offers = self._offers
+        while sum(len(offer.lease.block_ids) for offer in offers.values()) > self._most_held < self.num_held:
+            self._expire(next(iter(offers)))
 
     def record_fetch(self, ticket_id: str, now: float, *, is_last: bool) -> None:
         """Record that blocks of a ticket were fetched. is_last: the fetch is over, which ends the lease."""
@@ -160,18 +78,14 @@ class KvOffers:
         if offer is not None and is_last:
             self._end(ticket_id)
         elif offer is not None:
-            offer.deadline = now + self._office.lease_s
+            self._offers[ticket_id] = replace(offer, deadline=now + self._office.lease_s)
 
     def expire(self, now: float, *, lacks_memory: bool) -> None:
-        """End the leases whose time is over. If requests lack memory, end the oldest one, except leases of running
-        requests: these need the blocks themselves."""
+        """End the leases whose time is over, and the oldest one if requests lack memory."""
         for ticket_id in [one for one, offer in self._offers.items() if now > offer.deadline]:
             self._expire(ticket_id)
-        if lacks_memory:
-            offers = self._offers.items()
-            oldest = next((one for one, offer in offers if offer.request is None or offer.request.lease is None), None)
-            if oldest is not None:
-                self._expire(oldest)
+        if lacks_memory and self._offers:
+            self._expire(next(iter(self._offers)))
 
     def _expire(self, ticket_id: str) -> None:
         self.num_expired += 1
@@ -179,11 +93,7 @@ class KvOffers:
 
     def _end(self, ticket_id: str) -> None:
         # Threads must not find it any more when its blocks are given to others.
-        offer = self._offers.pop(ticket_id)
-        if offer.request is not None:
-            self._unwanted.append(offer.request)
-            self._has_news = True
-        self._cache.release(offer.lease)
+        self._cache.release(self._offers.pop(ticket_id).lease)
 
 
 @dataclass(eq=False, slots=True)
@@ -364,8 +274,7 @@ class KvFetches:
         if fill is None:
             return None
         job = FetchJob(ticket, fill.first, fill.copies)
-        compute_s = self._compute_s(fill.first * size, stop * size)
-        deadline = now + longest_wait_s(compute_s) * (_EARLY_WAITS if ticket.is_early else 1)
+        deadline = now + longest_wait_s(self._compute_s(fill.first * size, stop * size))
         fetch = self._fetches[ticket.request_id] = _Fetch(fill, job, deadline)
         self._new_jobs.append(job)
         return fetch
@@ -380,6 +289,5 @@ class KvTransfer:
     """Both sides of the transfer of KV between services."""
 
     def __init__(self, cache: PrefixCache, office: TicketOffice, compute_s: Callable[[int, int], float]) -> None:
-        self.offers_early = office.issues_early
         self.offers = KvOffers(cache, office)
         self.fetches = KvFetches(cache, office, compute_s)

@@ -214,28 +214,6 @@ class Scheduler:
         """Let go KV that is held for other services longer than promised, or that requests here lack memory for."""
         if self.transfer is not None:
             self.transfer.offers.expire(self._pace.now, lacks_memory=bool(self._lacking))
-            for request in self.transfer.offers.take_unwanted():
-                self._end(request, FinishReason.LATE)  # no client has left
-
-    def grow_offers(self) -> None:
-        """Offer what a step has computed of prompts that other services fetch meanwhile. To be called after its
-        commit."""
-        if self.transfer is not None:
-            self.transfer.offers.grow(self._pace.now)
-
-    def offer_early(self) -> list[RequestOutput]:
-        """Return the last outputs of requests whose prompts are offered to other services before they are computed.
-
-        These requests are computed on to the ends of their prompts. To be called after `schedule`.
-        """
-        if self.transfer is None or not self.transfer.offers_early:
-            return []
-        offers, outputs = self.transfer.offers, []
-        for request in self._running.requests:
-            if _may_be_offered(request) and (ticket := offers.make_early(request, self._pace.now)) is not None:
-                request.offered = ticket
-                outputs.append(RequestOutput(request, finish_reason=FinishReason.LENGTH))
-        return outputs
 
     def record_fetched(self, ticket_id: str, *, is_last: bool) -> None:
         """Record that another service has fetched blocks that are held for it, or the last of them."""
@@ -668,11 +646,8 @@ class Scheduler:
             self.waiting.leave(request)
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.leave(request)
-        if request.offers_kv and self.transfer is not None:
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                request.offered = self.transfer.offers.make(request, self._pace.now)
-            else:
-                self.transfer.offers.drop(request)
+        if request.offers_kv and self.transfer is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            request.offered = self.transfer.offers.make(request, self._pace.now)
         self._release(request)
         return RequestOutput(request, finish_reason=reason, error=error)
 
@@ -684,9 +659,3 @@ class Scheduler:
         if request.cache is not None and not request.failed:
             memory.retain(request, request.cache)
         memory.detach(request, 0 if request.failed else len(request.token_ids))
-
-
-def _may_be_offered(request: Request) -> bool:
-    """Return whether another service may fetch the request's prompt from now on, while the rest of it is computed."""
-    is_meant = request.offers_kv and request.offered is None and request.sampling.max_tokens == 1
-    return is_meant and not request.wants_prompt_logprobs and request.num_computed_tokens < request.num_prompt_tokens

@@ -30,7 +30,7 @@ from tests.support.kv_pair import (
     start_pair,
     wait_for_failures,
 )
-from tests.support.service import children_of, descendants, settle, wait_until
+from tests.support.service import children_of, descendants, wait_until
 
 PROMPT = [3 + i * 7 % 50 for i in range(200)]
 HELD = 192  # tokens in whole blocks without the last token
@@ -184,50 +184,4 @@ def test_a_killed_prefiller_another_model_and_a_lost_lease_leave_the_prompt_to_b
         foreign = failures(pair.decodes, "foreign")
         assert bits(post(pair.decodes, body | {"kv_transfer_params": prefill(stranger, body)})) == expected
         wait_until(lambda: failures(pair.decodes, "foreign") == foreign + 1)
-    clear(pair.decodes)
-
-
-LONG = [3 + i * 11 % 50 for i in range(1200)]
-STEPS = ("--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--max-model-len", "2048")
-
-
-def test_with_early_tickets_a_prompt_is_fetched_while_it_is_computed(model: Path, tmp_path: Path, pair: Pair) -> None:
-    body = completion(LONG)
-    expected = bits(alone(pair.decodes, body))
-    with ExitStack() as stack:
-        early = start(stack, model, tmp_path / "p", *config_of(pair.folder, early=True), *STEPS)
-        for number in range(4):
-            prompt = [5 + number, *LONG[1:]]
-            expected = bits(alone(pair.decodes, completion(prompt)))
-            asked = completion(prompt, max_tokens=1, kv_transfer_params=ASKS)
-            first = post(early, asked)
-            assert (first["choices"][0]["text"], first["usage"]["completion_tokens"]) == ("", 0)
-            params = first["kv_transfer_params"]
-            assert (params["is_early"], params["remote_num_tokens"]) == (True, 1184)
-            answer = post(pair.decodes, completion(prompt) | {"kv_transfer_params": params})
-            assert (bits(answer), cached(answer)) == (expected, 1184)
-        wait_until(lambda: figure(early, "moeserve_kv_transfer_early_total") == 4)
-        wait_until(lambda: figure(early, "moeserve_kv_transfer_held_blocks") == 0)
-        # So is a prompt of one step; a request that wants tokens is answered as ever.
-        short = PROMPT[:40]
-        expected = bits(alone(pair.decodes, completion(short)))
-        params = prefill(early, completion(short))
-        assert (params["is_early"], params["remote_num_tokens"]) == (True, 32)
-        answer = post(pair.decodes, completion(short, kv_transfer_params=params))
-        assert (bits(answer), cached(answer)) == (expected, 32)
-        assert len(bits(post(early, completion(LONG, max_tokens=3, kv_transfer_params=ASKS)))) == 3
-        # The prompt that nobody fetches ends when the service that was to fetch it says so.
-        post(pair.decodes, completion(LONG))
-        settle(early)
-        held = figure(early, "moeserve_kv_transfer_held_blocks")
-        again = post(early, completion([9, *LONG[1:]], max_tokens=1, kv_transfer_params=ASKS))["kv_transfer_params"]
-        post(pair.decodes, completion([9, *LONG[1:]]))
-        assert cached(post(pair.decodes, completion([9, *LONG[1:]], kv_transfer_params=again))) == 1184
-        wait_until(lambda: figure(early, "moeserve_kv_transfer_held_blocks") == held)
-        # A killed service leaves the rest to be computed.
-        prompt = [7, *LONG[1:], *LONG]
-        expected = bits(alone(pair.decodes, completion(prompt[:1900])))
-        params = post(early, completion(prompt[:1900], max_tokens=1, kv_transfer_params=ASKS))["kv_transfer_params"]
-        os.kill(next(iter(descendants(children_of(early.process.pid)["worker"]))), signal.SIGKILL)
-        assert bits(post(pair.decodes, completion(prompt[:1900], kv_transfer_params=params))) == expected
     clear(pair.decodes)

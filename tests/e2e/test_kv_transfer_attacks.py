@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.engine.kv_transfer.messages import BLOCK, NONE, PART, WAIT, pack_number
+from moeserve.engine.kv_transfer.messages import BLOCK, NONE, pack_number
 from moeserve.engine.ranks.meeting import create_keys
 from tests.support.kv_pair import (
     Pair,
@@ -109,24 +109,21 @@ def forger_of(pair: Pair) -> Forger:
     return Forger(pair.folder / "kv.key", true)
 
 
-def block(number: bytes, first: bytes, content: bytes, kind: bytes = BLOCK) -> Callable[[bytes], list[Message]]:
-    return lambda ticket: [[kind, ticket, number, first, content]]
+def block(number: bytes, content: bytes) -> Callable[[bytes], list[Message]]:
+    return lambda ticket: [[BLOCK, ticket, number, content]]
 
 
 ZERO = pack_number(0)
-NONSENSE: dict[str, tuple[Callable[[bytes], list[Message]], Message | None, str]] = {
-    "none": (lambda ticket: [[NONE, ticket]], None, "lease"),
-    "another word": (lambda ticket: [[b"HELLO", ticket]], None, "lease"),
-    "no word": (lambda _: [[]], None, "lease"),
-    "a block without bytes": (lambda ticket: [[BLOCK, ticket]], None, "damaged"),
-    "a block that is too short": (block(ZERO, ZERO, b"x"), None, "damaged"),
-    "a block that was not asked for": (block(pack_number(5), ZERO, bytes(4096)), None, "damaged"),
-    "no number": (block(b"x", ZERO, bytes(4096)), None, "damaged"),
-    "a first array that is none": (block(ZERO, b"\xff" * 4, bytes(4096)), None, "damaged"),
-    "a huge block": (block(ZERO, ZERO, bytes(2**26)), None, "gone"),
-    "empty parts": (lambda ticket: [[PART, ticket, ZERO, ZERO, b""]] * 500, None, "late"),
-    "no end of patience": (lambda ticket: [[WAIT, ticket]], [WAIT, b""], "late"),
-    "nothing": (lambda _: [], None, "late"),
+NONSENSE: dict[str, tuple[Callable[[bytes], list[Message]], str]] = {
+    "none": (lambda ticket: [[NONE, ticket]], "lease"),
+    "another word": (lambda ticket: [[b"HELLO", ticket]], "lease"),
+    "no word": (lambda _: [[]], "lease"),
+    "a block without bytes": (lambda ticket: [[BLOCK, ticket]], "damaged"),
+    "a block that is too short": (block(ZERO, b"x"), "damaged"),
+    "a block that was not asked for": (block(pack_number(5), bytes(4096)), "damaged"),
+    "no number": (block(b"x", bytes(4096)), "damaged"),
+    "a huge block": (block(ZERO, bytes(2**26)), "gone"),
+    "nothing": (lambda _: [], "late"),
 }
 STRANGERS_SAY = {
     "nothing, and closes": (b"", True, "gone"),
@@ -143,8 +140,8 @@ def test_whatever_a_peer_answers_the_prompt_is_computed(pair: Pair) -> None:
     forger = forger_of(pair)
     with ExitStack() as stack:
         cases: list[tuple[int, str]] = []
-        for messages, words, reason in NONSENSE.values():
-            peer = HoldsKey(key, messages, words)
+        for messages, reason in NONSENSE.values():
+            peer = HoldsKey(key, messages)
             stack.callback(peer.close)
             cases.append((peer.port, reason))
         for said, closes, reason in STRANGERS_SAY.values():

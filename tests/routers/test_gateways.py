@@ -114,9 +114,8 @@ def test_conversations_stay_with_their_replica_and_go_on_elsewhere_when_it_dies(
         assert min(found) >= 160
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["computed", "early"])
-def test_smg_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path, early: bool) -> None:
-    settings = transfer_settings(tmp_path, early=early)
+def test_smg_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path) -> None:
+    settings = transfer_settings(tmp_path)
     with ExitStack() as stack:
         prefills, decodes = (start(stack, model, tmp_path / name, *settings) for name in ("p", "d"))
         flags = ("--pd-disaggregation", "--prometheus-port", str(free_port()))

@@ -81,9 +81,8 @@ def check_handed_over(router: httpx2.Client, prefills: Service, decodes: Service
     wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") > 4 * PREFIX)
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["computed", "early"])
-def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path, early: bool) -> None:
-    settings = transfer_settings(tmp_path, early=early)
+def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path) -> None:
+    settings = transfer_settings(tmp_path)
     with ExitStack() as stack:
         prefills, decodes = (start(stack, model, tmp_path / name, *settings) for name in ("p", "d"))
         command = ("vllm-router", "--vllm-pd-disaggregation", "--host", "127.0.0.1", "--port", "{port}")
@@ -97,14 +96,11 @@ def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tm
         check_handed_over(router, prefills, decodes)
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["computed", "early"])
-def test_the_toy_proxy_of_vllm_has_one_service_compute_prompts_for_another(
-    model: Path, tmp_path: Path, early: bool
-) -> None:
+def test_the_toy_proxy_of_vllm_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path) -> None:
     checkout = os.environ.get("VLLM_CHECKOUT")
     if checkout is None:
         pytest.skip(f"no package has vLLM's toy proxy: let VLLM_CHECKOUT name a checkout, with its {TOY_PROXY_FILE}")
-    settings = transfer_settings(tmp_path, early=early)
+    settings = transfer_settings(tmp_path)
     with ExitStack() as stack:
         prefills, decodes = (start(stack, model, tmp_path / name, *settings) for name in ("p", "d"))
         command = ("python", str(Path(checkout).absolute() / TOY_PROXY_FILE), "--port", "{port}")

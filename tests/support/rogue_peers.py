@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,16 +17,15 @@ from moeserve.engine.ranks.meeting import load_keys
 from moeserve.kv_transfer import TicketOffice
 
 Message = list[bytes]
-_SECONDS_BETWEEN_WORDS = 0.5
 
 
 class HoldsKey:
-    """A service that holds the key and sends `messages` to whoever asks for blocks, `words` of them again and again."""
+    """A service that holds the key and sends `messages` to whoever asks for blocks."""
 
-    def __init__(self, key: Path, messages: Callable[[bytes], list[Message]], words: Message | None = None) -> None:
+    def __init__(self, key: Path, messages: Callable[[bytes], list[Message]]) -> None:
         """messages: by the ticket's number."""
         keys = load_keys(key, "")
-        self._messages, self._words = messages, words
+        self._messages = messages
         self._stopped = threading.Event()
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -46,17 +44,12 @@ class HoldsKey:
 
     def _run(self) -> None:
         askers: set[bytes] = set()
-        last_word = time.monotonic()
         while not self._stopped.is_set():
             if self._socket.poll(50):
                 asker, _, kind, *rest = self._socket.recv_multipart()
                 if kind == GET and asker not in askers:
                     askers.add(asker)
                     self._send(asker, *self._messages(rest[0]))
-            if self._words is not None and time.monotonic() - last_word > _SECONDS_BETWEEN_WORDS:
-                last_word = time.monotonic()
-                for asker in askers:
-                    self._send(asker, self._words)
 
     def _send(self, asker: bytes, *messages: Message) -> None:
         with suppress(zmq.ZMQError):

@@ -59,12 +59,10 @@ def _answers(http: httpx2.Client, path: str, process: subprocess.Popen[bytes], l
         return False
 
 
-def transfer_settings(folder: Path, *, early: bool) -> tuple[str, ...]:
-    """Return the settings of two services: one computes prompts for the other. early: in several steps each."""
-    key = folder / "kv.key"
-    create_keys(key)
-    config = ("--kv-transfer-config", json.dumps({"key_file": str(key), "early": early}))
-    return (*config, "--max-num-batched-tokens", "64", "--max-num-seqs", "8") if early else config
+def transfer_settings(folder: Path) -> tuple[str, ...]:
+    """Return the settings of two services: one computes prompts for the other."""
+    create_keys(folder / "kv.key")
+    return "--kv-transfer-config", json.dumps({"key_file": str(folder / "kv.key")})
 
 
 def start(stack: ExitStack, model: Path, folder: Path, *settings: str) -> Service:

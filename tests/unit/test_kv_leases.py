@@ -5,17 +5,15 @@ from __future__ import annotations
 import random
 from array import array
 from dataclasses import replace
-from math import inf
 
 import pytest
 
 from moeserve.kv_transfer import KvTicket, TicketOffice, parse_kv_transfer, read_params
-from moeserve.plan import FinishReason, Request, SamplingParams
+from moeserve.plan import Request, SamplingParams
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvFetches, KvOffers
 from radix_cache import PrefixCache
 from tests.support.cache_invariants import check_invariants
 from tests.support.parameters import first
-from tests.support.scheduler_simulation import Simulation
 
 SIZE = 4
 OFFICE = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5, lease_s=10.0)
@@ -45,8 +43,8 @@ def test_a_ticket_survives_its_json_and_serves_its_tokens_alone() -> None:
     "params",
     [
         {"do_remote_prefill": True},
-        {"do_remote_prefill": True, "transport": "moeserve-zmq-2", "remote_port": "x", "remote_num_tokens": -1},
-        {"do_remote_prefill": True, "transport": "moeserve-zmq-2", "remote_num_tokens": 2**40, "block_size": True},
+        {"do_remote_prefill": True, "transport": "moeserve-zmq-3", "remote_port": "x", "remote_num_tokens": -1},
+        {"do_remote_prefill": True, "transport": "moeserve-zmq-3", "remote_num_tokens": 2**40, "block_size": True},
     ],
 )
 def test_odd_parameters_make_a_ticket_that_serves_nothing(params: dict[str, object]) -> None:
@@ -165,59 +163,6 @@ def test_a_prompt_that_waits_too_long_keeps_the_blocks_that_have_come() -> None:
     assert (cache.peek(tokens), cache.num_leased, cache.num_in_copy) == (3 * SIZE, 0, 0)
 
 
-def test_an_early_ticket_grows_with_its_prompt_and_ends_with_it() -> None:
-    cache = PrefixCache(40, SIZE)
-    offers = KvOffers(cache, OFFICE)
-    tokens = tokens_of(1, 42)
-    request = request_of(1, tokens)
-    compute(cache, tokens[:8])
-    request.num_computed_tokens = 8
-    ticket = request.offered = offers.make_early(request, 0.0)
-    assert ticket is not None
-    assert (ticket.num_blocks, ticket.is_early, OFFICE.why_unusable(ticket, tokens)) == (10, True, None)
-    found = []
-    for number in range(1, 6):
-        # Whatever fills memory meanwhile, the blocks of the ticket stay.
-        compute(cache, tokens_of(100 * number, 16))
-        request.num_computed_tokens = min(8 * (number + 1), 42)
-        compute(cache, tokens[: request.num_computed_tokens])
-        offers.grow(9.0 * number)
-        offers.expire(9.0 * number, lacks_memory=False)
-        assert offers.is_growing(ticket.request_id)
-        found.append(list(offers.blocks(ticket.request_id) or ()))
-    assert all(found[-1][: len(blocks)] == blocks for blocks in found)
-    assert offers.make(request, 50.0) == ticket
-    assert not offers.is_growing(ticket.request_id)
-    assert len(offers.blocks(ticket.request_id) or ()) == 10
-    offers.record_fetch(ticket.request_id, 51.0, is_last=True)
-    assert (offers.take_unwanted(), offers.num_held, cache.num_leased) == ([], 0, 0)
-
-
-@pytest.mark.parametrize("way", ["fetched", "late", "lacks memory", "dropped"])
-def test_a_prompt_whose_early_ticket_ends_is_wanted_no_more(way: str) -> None:
-    cache = PrefixCache(40, SIZE)
-    offers = KvOffers(cache, OFFICE)
-    tokens = tokens_of(1)
-    compute(cache, tokens[:8])
-    request = request_of(1, tokens)
-    request.num_computed_tokens = 8
-    request.offered = offers.make_early(request, 0.0)
-    assert request.offered is not None
-    match way:
-        case "fetched":
-            offers.record_fetch(request.offered.request_id, 1.0, is_last=True)
-        case "late" | "lacks memory":
-            offers.expire(11.0 if way == "late" else 1.0, lacks_memory=way != "late")
-        case "dropped":
-            request.finished = True
-            offers.drop(request)
-    assert offers.take_unwanted() == ([] if way == "dropped" else [request])
-    assert (offers.num_held, cache.num_leased, offers.take_unwanted()) == (0, 0, [])
-    huge = request_of(2, tokens_of(1, 90))
-    huge.num_computed_tokens = 8
-    assert offers.make_early(huge, 0.0) is None
-
-
 def test_prompts_that_begin_alike_hold_their_common_blocks_once() -> None:
     cache = PrefixCache(40, SIZE)
     offers = KvOffers(cache, OFFICE)
@@ -228,84 +173,3 @@ def test_prompts_that_begin_alike_hold_their_common_blocks_once() -> None:
         tickets.append(offers.make(request_of(number, tokens), 0.0))
     assert all(ticket is not None and offers.blocks(ticket.request_id) for ticket in tickets)
     assert offers.num_held == 14 + 5
-
-
-def test_a_running_prompt_keeps_its_early_ticket_while_others_lack_memory() -> None:
-    cache = PrefixCache(40, SIZE)
-    offers = KvOffers(cache, OFFICE)
-    compute(cache, tokens_of(50))
-    held = offers.make(request_of(1, tokens_of(50)), 0.0)
-    request = request_of(2, tokens_of(1))
-    request.lease = cache.match(request.token_ids)
-    ticket = request.offered = offers.make_early(request, 0.0)
-    assert held is not None
-    assert ticket is not None
-    for _ in range(3):
-        offers.expire(1.0, lacks_memory=True)
-    assert (offers.blocks(held.request_id), offers.is_growing(ticket.request_id)) == (None, True)
-    # Preempted, it holds blocks that others need.
-    cache.release(request.lease)
-    request.lease = None
-    offers.expire(1.0, lacks_memory=True)
-    assert (offers.take_unwanted(), cache.num_leased) == ([request], 0)
-
-
-def test_an_early_ticket_is_made_before_the_first_step_and_news_are_told_once() -> None:
-    cache = PrefixCache(40, SIZE)
-    offers = KvOffers(cache, OFFICE)
-    request = request_of(1, tokens_of(1))
-    ticket = request.offered = offers.make_early(request, 0.0)
-    assert ticket is not None
-    assert (list(offers.blocks(ticket.request_id) or ()), offers.is_growing(ticket.request_id)) == ([], True)
-    offers.grow(1.0)
-    assert not offers.take_news()
-    compute(cache, request.token_ids[:8])
-    request.num_computed_tokens = 8
-    offers.grow(2.0)
-    assert (offers.take_news(), offers.take_news()) == (True, False)
-    compute(cache, request.token_ids)
-    request.num_computed_tokens = len(request.token_ids)
-    assert offers.make(request, 3.0) == ticket
-    assert (len(offers.blocks(ticket.request_id) or ()), offers.take_news()) == (ticket.num_blocks, True)
-    offers.record_fetch(ticket.request_id, 4.0, is_last=True)
-    assert (offers.take_news(), offers.take_unwanted(), cache.num_leased) == (False, [], 0)
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("seed", first(4, range(30)))
-def test_prompts_with_early_tickets_are_computed_while_memory_is_scarce(seed: int, depth: int) -> None:
-    draw = random.Random(seed)
-    office = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5, lease_s=inf)
-    simulation = Simulation(
-        num_blocks=16, block_size=SIZE, budget=7, max_num_seqs=4, depth=depth, run_ahead=depth > 0, office=office
-    )
-    scheduler = simulation.scheduler
-    assert scheduler.transfer is not None
-    offers, tickets = scheduler.transfer.offers, list[KvTicket]()
-    for number in range(12):
-        prompt = [draw.randrange(3) for _ in range(draw.randint(3, 34))]
-        is_offered = draw.random() < 0.6
-        sampling = SamplingParams(max_tokens=1 if is_offered else draw.randint(1, 12), seed=number)
-        simulation.add(f"r{number}", prompt, sampling, offers_kv=is_offered)
-    while not scheduler.is_idle:
-        simulation.step()
-        scheduler.grow_offers()
-        for output in scheduler.offer_early():
-            ticket = output.request.offered
-            assert ticket is not None
-            assert (ticket.is_early, output.finish_reason) == (True, FinishReason.LENGTH)
-            tickets.append(ticket)
-        if tickets and draw.random() < 0.1:
-            scheduler.record_fetched(tickets.pop(draw.randrange(len(tickets))).request_id, is_last=True)
-        before = [record for record in simulation.records.values() if not record.request.finished]
-        scheduler.expire_offers()
-        for record in before:
-            if record.request.finished:
-                record.finish_reason = FinishReason.LATE
-        check_invariants(simulation.cache)
-    for record in simulation.records.values():
-        if (ticket := record.request.offered) is not None and (blocks := offers.blocks(ticket.request_id)) is not None:
-            assert len(blocks) == ticket.num_blocks
-            offers.record_fetch(ticket.request_id, 0.0, is_last=True)
-    assert (offers.num_held, offers.take_unwanted()) == (0, [])
-    simulation.check_all_done()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import zmq
 
 from moeserve.engine.kv_disk.copier import BlockBuffer
-from moeserve.engine.kv_transfer.answers import Answers, Coming
 from moeserve.engine.kv_transfer.fetcher import Fetch
+from moeserve.engine.kv_transfer.messages import FREE
+from moeserve.engine.kv_transfer.server import BlockServer
+from moeserve.engine.ranks.meeting import Gatekeeper, create_keys, load_keys
 from moeserve.kv_transfer import TRANSPORT, KvTicket
 from moeserve.scheduling.kv_transfer import FetchJob
 from radix_cache import BlockCopy
@@ -19,46 +22,37 @@ GOLDEN = Path(__file__).parents[1] / "support" / "golden" / "kv_transfer.txt"
 MEMORY = [np.arange(first, first + 8, dtype=np.uint8).reshape(1, 4, 2) for first in (0, 16)]
 
 
-class Frames:
-    """Keeps what is sent."""
+class Recorded:
+    """A socket that notes the frames that are sent through it."""
 
-    def __init__(self) -> None:
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.lines: list[str] = []
+        self._socket = socket
 
-    def send_multipart(self, frames: list[bytes], *_: Any, **__: Any) -> None:
+    def send_multipart(self, frames: list[bytes]) -> None:
+        self.note(frames)
+        self._socket.send_multipart(frames)
+
+    def note(self, frames: list[bytes]) -> None:
         self.lines.append(" ".join(frame.hex() or "-" for frame in frames))
 
 
-class Prompt:
-    """Four blocks, of which `count` are computed; step 1 computes the next one and has filled the first array."""
-
-    count = 2
-
-    def blocks(self, _: str) -> list[int]:
-        return list(range(self.count))
-
-    def is_growing(self, _: str) -> bool:
-        return self.count < 3
-
-    def coming(self, _: str) -> Coming | None:
-        return Coming(1, [0, 1, 2], 1)
-
-    def is_present(self, _: object) -> bool:
-        return self.count == 2
-
-    def is_last(self, _: object) -> bool:
-        return self.count == 3
-
-
-def test_the_frames_are_those_of_the_golden_file() -> None:
-    frames, prompt = Frames(), Prompt()
-    socket = cast(zmq.Socket[bytes], frames)
+def test_the_frames_are_those_of_the_golden_file(tmp_path: Path) -> None:
+    create_keys(tmp_path / "kv.key")
+    keys = load_keys(tmp_path / "kv.key", "")
     job = FetchJob(KvTicket(request_id="t"), 0, [BlockCopy(block, b"", "", block, b"") for block in range(4)])
-    Fetch(job, BlockBuffer(MEMORY)).ask(socket)
-    answers = Answers(socket, prompt, BlockBuffer(MEMORY))
-    answers.take(b"me", b"t", 0, 4)
-    answers.send()
-    prompt.count = 3
-    answers.send()
-    assert "\n".join([TRANSPORT, *frames.lines, ""]) == GOLDEN.read_text()
-    assert not answers.has_waiting
+    with ExitStack() as ends:
+        sockets = ends.enter_context(zmq.Context[Any]())
+        ends.enter_context(closing(Gatekeeper(sockets, keys)))
+        server = BlockServer(sockets, keys, "tcp://127.0.0.1:*", MEMORY)
+        ends.callback(server.stop)
+        server.serve(lambda _: [3, 1])
+        socket = ends.enter_context(sockets.socket(zmq.DEALER))
+        keys.secure_client(socket)
+        socket.connect(f"tcp://127.0.0.1:{server.port}")
+        recorded = Recorded(socket)
+        Fetch(job, BlockBuffer(MEMORY)).ask(recorded)
+        for _ in range(3):
+            recorded.note(socket.recv_multipart())
+        recorded.send_multipart([b"", FREE, b"t"])
+    assert "\n".join([TRANSPORT, *recorded.lines, ""]) == GOLDEN.read_text()

@@ -279,27 +279,26 @@ class BlockBuffer:
         bytes_ = np.empty(block_bytes(self._memory), np.uint8)
         self.content = memoryview(bytes_)  # type: ignore[arg-type]
         self._parts: list[NDArray[np.uint8]] = []
-        # The place in `content` at which the bytes of each array begin, and the end.
-        self.starts = [0]
+        start = 0
         for array in self._memory:
-            start = self.starts[-1]
-            self.starts.append(start + array.shape[0] * array.shape[2])
-            self._parts.append(bytes_[start : self.starts[-1]].reshape(array.shape[0], array.shape[2]))
+            stop = start + array.shape[0] * array.shape[2]
+            self._parts.append(bytes_[start:stop].reshape(array.shape[0], array.shape[2]))
+            start = stop
 
     def aim(self, block: int) -> None:
         """Let `content` be the bytes that `store` will write to a block of memory."""
         if self._rows is not None:
             self.content = memoryview(self._rows[block])
 
-    def load(self, block: int, first: int = 0, stop: int | None = None) -> None:
-        """Take the bytes of a block of memory from the arrays number `first` to `stop`."""
+    def load(self, block: int) -> None:
+        """Take the bytes of a block of memory."""
         self.aim(block)
-        for part, array in zip(self._parts[first:stop], self._memory[first:stop], strict=True):
+        for part, array in zip(self._parts, self._memory, strict=True):
             np.copyto(part, array[:, block])
 
-    def store(self, block: int, first: int = 0, stop: int | None = None) -> None:
-        """Write the bytes to a block of memory, to the arrays number `first` to `stop`."""
-        for part, array in zip(self._parts[first:stop], self._memory[first:stop], strict=True):
+    def store(self, block: int) -> None:
+        """Write the bytes to a block of memory."""
+        for part, array in zip(self._parts, self._memory, strict=True):
             np.copyto(array[:, block], part)
 
 

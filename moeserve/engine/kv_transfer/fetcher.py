@@ -20,15 +20,13 @@ from moeserve.engine.kv_transfer.messages import (
     FREE,
     GET,
     MOST_WAITING,
-    PART,
-    WAIT,
     pack_number,
     read_number,
 )
 from moeserve.engine.ranks.meeting import RankKeys
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult
 
-_NUM_THREADS = 32  # fetches at once; most wait for blocks that are still computed
+_NUM_THREADS = 32  # fetches at once; one from a service that is silent takes its thread for _SILENCE_SECONDS
 _ASKED_AHEAD = 2 * BLOCKS_AT_ONCE  # blocks that are requested before the first of them has come
 _POLL_MS = 100  # between two looks whether the blocks are still wanted
 _SILENCE_SECONDS = 4.0  # after which a service counts as silent; less than any request waits for its blocks
@@ -178,8 +176,6 @@ class Fetch:
         self.num_filled = 0
         self._num_asked = 0
         self._buffer = buffer
-        # For each block of which parts have come, by its place: the number of arrays that they fill.
-        self._num_arrays: dict[int, int] = {}
 
     @property
     def block_bytes(self) -> int:
@@ -199,28 +195,14 @@ class Fetch:
             self._num_asked += count
 
     def take(self, frames: list[zmq.Frame]) -> str | None:
-        """Fill the next block, or parts of it or a later one, with the bytes of a message.
-
-        Return a word for the reason if that is impossible.
-        """
-        kind = frames[1].bytes if len(frames) > 1 else b""
-        if kind == WAIT:
-            return None
-        if kind not in (BLOCK, PART):
+        """Fill the next block with the bytes of a message. Return a word for the reason if that is impossible."""
+        if len(frames) < 2 or frames[1].bytes != BLOCK:
             return "lease"
-        if len(frames) != 6:
+        if len(frames) != 5 or len(frames[4]) != self.block_bytes:
             return "damaged"
-        place, first = read_number(frames[3].bytes) - self.job.first, read_number(frames[4].bytes)
-        starts, content, is_whole = self._buffer.starts, self._buffer.content, kind == BLOCK
-        is_due = place == self.num_filled if is_whole else self.num_filled <= place < self._num_asked
-        if not is_due or not 0 <= first <= self._num_arrays.get(place, 0):
+        if read_number(frames[3].bytes) != self.job.first + self.num_filled:
             return "damaged"
-        end = starts[first] + len(frames[5])
-        if end not in starts or (is_whole and end != len(content)):
-            return "damaged"
-        stop = starts.index(end)
-        content[starts[first] : end] = frames[5].buffer
-        self._buffer.store(self.job.copies[place].block, first, stop)
-        self._num_arrays[place] = stop
-        self.num_filled += is_whole
+        self._buffer.content[:] = frames[4].buffer
+        self._buffer.store(self.job.copies[self.num_filled].block)
+        self.num_filled += 1
         return None

@@ -1,28 +1,24 @@
 """The messages of a fetch, ZeroMQ frames: what the service that decodes asks, and what the one that holds KV answers.
 
 - `["", "GET", ticket, first, count]` asks for blocks of a ticket, by their numbers in the prompt. Each comes as
-  `["", "BLOCK", ticket, number, array, bytes]`, in order; `["", "NONE", ticket]` says that they are not held any more.
-- `["", "PART", ticket, number, array, bytes]` has the first layers of a block whose other layers are still computed.
-
-  A block's bytes lie in the arrays of KV memory one after another, layer by layer. `array` is the number of the first
-  one whose bytes a message has: 0, or the one behind those of the block's last `PART`. `BLOCK` has all the rest.
-- `["", "WAIT", ticket]` says now and then that the next block is still being computed.
+  `["", "BLOCK", ticket, number, bytes]`, in order; `["", "NONE", ticket]` says that the next one is not held.
 - `["", "FREE", ticket]` ends the lease; there is no answer.
 
-Numbers are 4 bytes, little-endian. Both ends hold the same key (ZeroMQ CURVE): it encrypts every frame, and a
-frame that was changed on its way is not accepted.
+A block's bytes lie in the arrays of KV memory one after another, layer by layer. Numbers are 4 bytes, little-endian.
+Both ends hold the same key (ZeroMQ CURVE): it encrypts every frame, and a frame that was changed on its way is not
+accepted.
 """
 
 from __future__ import annotations
 
 import struct
 
-GET, FREE, BLOCK, PART, NONE, WAIT = b"GET", b"FREE", b"BLOCK", b"PART", b"NONE", b"WAIT"
+GET, FREE, BLOCK, NONE = b"GET", b"FREE", b"BLOCK", b"NONE"
 BLOCKS_AT_ONCE = 8  # blocks that one GET asks for
 MAX_REQUEST_BYTES = 1024
-# Messages that wait for one peer: if it does not read them it costs no more memory than theirs. A fetch has 16 blocks
-# on their way, each in up to five messages.
-MOST_WAITING = 128
+# Messages that wait for one peer: if it does not read them it costs no more memory than theirs. A fetch has two GETs on
+# their way, each answered by one message a block or fewer.
+MOST_WAITING = 32
 
 _NUMBER = struct.Struct("<I")
 
