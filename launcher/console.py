@@ -119,11 +119,16 @@ def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: l
 
 
 def _context(ready: Ready) -> str:
+    longest, tokens = ready.model_max_len, ready.num_blocks * ready.block_size
     text = f"{ready.max_model_len:,} tokens per request"
-    if ready.model_max_len is not None and ready.model_max_len > ready.max_model_len:
-        text += f" (the model allows {ready.model_max_len:,})"
+    if longest is not None and longest > ready.max_model_len:
+        text += f" of the model's {longest:,}"
+        # A window's layers keep fewer tokens, so the bytes of a longer context are not in proportion.
+        if ready.max_model_len == tokens and not ready.num_window_blocks:
+            needed = show_size(-(-longest * ready.kv_bytes // tokens), up=True).replace(" ", "")
+            text += f": --kv-cache-memory {needed} holds them all"
     if ready.stretched_from is not None:
-        text += f"; beyond {ready.stretched_from:,} positions are stretched (LongRoPE)"
+        text += f"; beyond {ready.stretched_from:,} positions are stretched"
     return text
 
 

@@ -53,6 +53,8 @@ _SETTINGS = (
 )
 # Bytes for keys and values beside the largest model that is named where none was asked about.
 _KV_ROOM_BYTES = 2 * 2**30
+# Tokens: the context that terminal agents work with; docs/clients.md has the sizes of their first prompts.
+_TOKENS_OF_AGENTS = 32_000
 _ALWAYS_UNKNOWN = (
     "What a prompt's tokens cost: they are bound by products, which were not measured.",
     "How fast other programs let this machine be.",
@@ -76,6 +78,7 @@ def doctor(model: str | None, as_json: bool, **flags: Any) -> None:
     try:
         settings = {environment_name(setting) for setting in fields(ServeConfig) if setting.name in _SETTINGS}
         config = load_config(flags, {name: value for name, value in os.environ.items() if name in settings})
+        config = replace(config, model=model)
         report = _report_of_files(model, config) or _report(model, config)
     except ConfigError as error:
         click.echo(f"Error: {error}", err=True)
@@ -206,13 +209,14 @@ class _Report:
         yield from _machine_lines(self._machine)
         if self._model is None:
             yield from _file_hints(self._machine)
+        longest = 0 if self._model is None else self._model.spec.max_position
         for setup in self._setups:
-            yield from _setup_lines(setup)
+            yield from _setup_lines(setup, longest)
         if self._rounded:
             yield ""
             yield "With weights of fewer bits, which costs some quality:"
             for setup in self._rounded:
-                yield from _setup_lines(setup)
+                yield from _setup_lines(setup, longest)
         if self._least is not None:
             num_bytes, setup = self._least
             yield ""
@@ -302,7 +306,8 @@ def _file_hints(machine: Machine) -> Iterator[str]:
         yield "  moeserve doctor owner/name says which to take, and moeserve serve owner/name:Q4_K_M serves one."
 
 
-def _setup_lines(setup: Setup) -> Iterator[str]:
+def _setup_lines(setup: Setup, longest: int) -> Iterator[str]:
+    """longest: the model's context, in tokens."""
     name = " ".join(("moeserve serve MODEL", *setup.flags))
     yield ""
     if setup.obstacle is not None:
@@ -314,6 +319,9 @@ def _setup_lines(setup: Setup) -> Iterator[str]:
     yield f"    weights   {show_size(setup.weights_bytes)}{few}"
     tokens = f"{setup.kv_tokens:,} tokens, at most {setup.max_model_len:,} per request"
     yield f"    KV        {show_size(setup.kv_bytes)} = {tokens}"
+    if setup.max_model_len < min(_TOKENS_OF_AGENTS, longest):
+        halved = "" if "--kv-cache-dtype" in setup.flags else "; --kv-cache-dtype int8 makes room for more"
+        yield f"    agents    a terminal agent needs {_TOKENS_OF_AGENTS:,} tokens per request{halved}"
     if setup.num_window_blocks:
         yield f"    windows   {setup.num_window_blocks:,} of its blocks hold the last tokens, for layers with a window"
     if setup.state_bytes:

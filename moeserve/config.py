@@ -227,7 +227,11 @@ class ServeConfig:
     curve_key_file: str | None = _nodes(None, "Key that all nodes share (moeserve curve-key FILE makes one).")
     block_size: int = _memory(16, "Tokens per KV block.", minimum=1, maximum=1024)
     kv_cache_memory: int | None = _memory(
-        None, "Memory of each rank for KV blocks; by default a share of the free memory.", parse=parse_size, minimum=1
+        None,
+        "Memory of each rank for KV blocks; by default 0.85 of the memory that is free beside the weights, at most "
+        "4 GiB for a demo. It is taken page by page, when first used.",
+        parse=parse_size,
+        minimum=1,
     )
     state_cache_memory: int | None = _memory(
         None,

@@ -29,9 +29,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _NO_LIMIT_BYTES = 2**60  # version 1 of control groups writes a number of this order for no limit
 _MEMINFO = Path("/proc/meminfo")
-# KV memory without a setting: this share of the memory left beside weights and reserve, up to this many bytes.
-_KV_SHARE = 0.5
-_KV_MAX_BYTES = 4 * 2**30
+# Share of the memory beside weights and reserve that KV takes without a setting. Pages are taken when first written.
+_KV_SHARE = 0.85
+# Contexts of the model, for each request that may run at once, that KV holds at most without a setting.
+_MOST_CONTEXTS = 4
 
 # Recurrent states: the slots of running requests take at most this share of the same memory; snapshots without a
 # setting take this share of the KV memory.
@@ -248,6 +249,12 @@ class StateDemand:
             )
         return max(1, min(self.max_num_seqs, int(spendable * _SLOT_SHARE) // self.row_bytes))
 
+    def kv_share(self, memory: int) -> int:
+        """Return the bytes for KV out of `memory` bytes for KV and snapshots."""
+        if self.cache_memory is None:
+            return int(memory / (1 + _SNAPSHOT_SHARE))
+        return memory - self.cache_memory if self.cache_memory < memory else memory
+
     def num_snapshots(self, kv_memory: int, left: int) -> int:
         """Return the number of snapshots from the setting, or from a share of the KV memory out of the `left` bytes."""
         if self.cache_memory == 0:
@@ -321,15 +328,18 @@ def plan_kv(
     kv_cache_memory: int | None,
     model_max_len: int,
     max_model_len: int | None,
+    max_num_seqs: int,
+    most_bytes: int,
     states: StateDemand | None = None,
     windows: WindowDemand | None = None,
 ) -> KvBudget:
     """Size the KV pools, and the pool of recurrent states if there are any.
 
-    available_bytes: the free memory beside the weights.
+    available_bytes: the free memory beside the weights. most_bytes: of KV where `kv_cache_memory` is None.
 
-    Without a setting the pool takes half of it, at most 4 GiB. Raise ConfigError if `max_model_len` is given and does
-    not fit; the model's own context is clamped to the pool instead.
+    Without a setting KV and snapshots of states take 0.85 of it, and KV no more than four contexts for each of
+    `max_num_seqs` requests. Raise ConfigError if `max_model_len` is given and does not fit; the model's own context is
+    clamped to the pool instead.
     """
     if max_model_len is not None and max_model_len > model_max_len:
         raise ConfigError(f"--max-model-len {max_model_len} exceeds the model's {model_max_len} tokens.")
@@ -339,7 +349,9 @@ def plan_kv(
         num_slots = states.num_slots(spendable)
         spendable -= num_slots * states.row_bytes
     if kv_cache_memory is None:
-        memory = min(int(spendable * _KV_SHARE), _KV_MAX_BYTES)
+        contexts = _MOST_CONTEXTS * max_num_seqs * -(-(max_model_len or model_max_len) // block_size) * block_bytes
+        share = int(spendable * _KV_SHARE) if states is None else states.kv_share(int(spendable * _KV_SHARE))
+        memory = min(share, contexts, most_bytes)
     elif kv_cache_memory > spendable:
         raise ConfigError(
             f"--kv-cache-memory asks for {show_size(kv_cache_memory, up=True)}; beside the weights only "

@@ -617,11 +617,11 @@ def _advised(num_bytes: int, spec: DecoderSpec, expert_bytes: int) -> int:
 
 
 def _flags_of(config: ServeConfig) -> tuple[str, ...]:
-    """Return the flags that differ from the defaults, except the flag for the CPU, which is the default device."""
+    """Return the flags that differ from the defaults. MODEL is no flag, and the CPU is the default device."""
     shown: list[str] = []
     for setting in fields(ServeConfig):
         value = getattr(config, setting.name)
-        if value == setting.default or (setting.name, value) == ("device", "cpu"):
+        if value == setting.default or setting.name == "model" or (setting.name, value) == ("device", "cpu"):
             continue
         if setting.metadata.get("parse") is parse_size:
             value = next(f"{value // unit}{name}" for unit, name in _UNITS if value % unit == 0)

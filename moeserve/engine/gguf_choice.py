@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from moeserve.config import ServeConfig
+from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import RESERVE_BYTES
 from moeserve.engine.doctor import examine, in_billions, parameters_of, setups_of
+from moeserve.engine.memory_plan import share_memory
 from moeserve.machine import Machine
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.gguf.hub import kind_of
-from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.sizes import count_parameters
 from moeserve.model.source import hub_gguf_sizes, local_gguf_models, resolve_config
 from moeserve.model.spec import DecoderSpec, ModelError
@@ -23,6 +23,7 @@ from moeserve.model.spec import DecoderSpec, ModelError
 _LEAST_TOKENS = 8192
 # Bytes that are kept for keys and values of a model whose configuration is not known.
 _UNKNOWN_KV_BYTES = 2**30
+_NO_ROOM = "It does not fit beside keys and values."
 # Kinds that have 16 bits and more: slower than eight bits, and hardly better.
 _WIDE = frozenset(("BF16", "F16", "F32"))
 
@@ -70,10 +71,7 @@ def file_choices(
         return None
     machine = read_machine()
     spec = spec_of_first(repositories, config.revision, offline=config.offline)
-    usual = torch.float32 if config.arithmetic == "exact" else torch.bfloat16
-    dtype = {"auto": usual, "bfloat16": torch.bfloat16, "int8": torch.int8}.get(config.kv_cache_dtype, torch.float32)
-    kv_bytes = 0 if spec is None else kv_block_bytes(spec.kv_layers, 1, dtype)
-    return choices_of_hub(model, sizes, spec, machine, kv_bytes), machine
+    return choices_of_hub(model, sizes, spec, machine, config), machine
 
 
 def choices_here(models: Sequence[Sequence[Path]], machine: Machine, config: ServeConfig) -> list[FileChoice]:
@@ -99,29 +97,44 @@ def _choice_here(parts: Sequence[Path], machine: Machine, config: ServeConfig) -
 
 
 def choices_of_hub(
-    name: str, sizes: Mapping[str, int], spec: DecoderSpec | None, machine: Machine, kv_token_bytes: int
+    name: str, sizes: Mapping[str, int], spec: DecoderSpec | None, machine: Machine, config: ServeConfig
 ) -> list[FileChoice]:
     """Describe the kinds of GGUF models of a hub repository, the smallest first.
 
-    sizes: bytes by kind. spec: of the model, None if its configuration is not known. kv_token_bytes: of one token.
+    sizes: bytes by kind. spec: of the model, None if its configuration is not known.
     """
-    read_share, kv_bytes, kv_tokens = None, _UNKNOWN_KV_BYTES, None
-    if spec is not None:
-        count = count_parameters(spec)
-        kv_bytes = kv_token_bytes * min(_LEAST_TOKENS, spec.max_position)
-        if count.active is not None:
-            read_share = (count.active - spec.vocab_size * spec.hidden_size) / count.total
+    read_share = None
+    if spec is not None and (count := count_parameters(spec)).active is not None:
+        read_share = (count.active - spec.vocab_size * spec.hidden_size) / count.total
     choices = []
     for kind, num_bytes in sorted(sizes.items(), key=lambda item: item[1]):
-        room = machine.free_bytes - RESERVE_BYTES - num_bytes
-        if spec is not None and kv_token_bytes:
-            kv_tokens = max(0, room // kv_token_bytes)
-        obstacle = None if room >= kv_bytes else "It does not fit beside keys and values."
+        obstacle, kv_tokens = _kv_beside(num_bytes, spec, machine, config)
         speed = None
         if obstacle is None and read_share is not None and machine.bandwidth is not None:
             speed = machine.bandwidth / (num_bytes * read_share)
         choices.append(FileChoice(f"{name}:{kind}", kind, num_bytes, name, obstacle, kv_tokens, speed))
     return choices
+
+
+def _kv_beside(
+    num_bytes: int, spec: DecoderSpec | None, machine: Machine, config: ServeConfig
+) -> tuple[str | None, int | None]:
+    """Return why weights of `num_bytes` do not fit, None if they do, and the tokens of KV that a start would plan.
+
+    The tokens are None where the model's configuration is not known.
+    """
+    if spec is None:
+        fits = num_bytes + RESERVE_BYTES + _UNKNOWN_KV_BYTES <= machine.free_bytes
+        return None if fits else _NO_ROOM, None
+    if config.kv_cache_dtype == "auto":
+        # A start rounds the rows that multiply blocks of a GGUF file, and then keeps keys and values in 16 bits.
+        config = replace(config, kv_cache_dtype="float32" if config.arithmetic == "exact" else "bfloat16")
+    try:
+        kv = share_memory(spec, torch.float32, num_bytes, config, machine.free_bytes).kv
+    except (ModelError, ConfigError):
+        return _NO_ROOM, 0
+    tokens = kv.num_blocks * config.block_size
+    return _NO_ROOM if tokens < min(_LEAST_TOKENS, spec.max_position) else None, tokens
 
 
 def spec_of_first(repositories: Sequence[str], revision: str | None, *, offline: bool) -> DecoderSpec | None:

@@ -18,6 +18,7 @@ from moeserve.device import KvBudget, StateDemand, available_bytes, choose_devic
 from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.engine.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, find_mtp, plan_weights, read_index
+from moeserve.model.demo import demo_named
 from moeserve.model.expert_store import layouts_of, native_layouts
 from moeserve.model.expert_weights import expert_shape
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
@@ -29,6 +30,9 @@ from moeserve.model.state_pool import state_row_bytes
 from moeserve.model.stored import TensorInfo
 from moeserve.settings.drafts import parse_speculative
 from moeserve.settings.quantities import show_size
+
+# Bytes of KV without a setting for the demo, which people try beside their work.
+_DEMO_KV_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +207,16 @@ def share_memory(
             f"{what} {show_size(num_bytes, up=True)} of memory, but only {show_size(free_bytes)} are free."
         )
     kv_dtype = cpu_kv_dtype(config, spec, dtype, rounding)
+    free_for_rank = (free_bytes - num_bytes) // config.expert_parallel_size
     kv = plan_kv(
         block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype),
         block_size=config.block_size,
-        available_bytes=(free_bytes - num_bytes) // config.expert_parallel_size,
+        available_bytes=free_for_rank,
         kv_cache_memory=config.kv_cache_memory,
         model_max_len=spec.max_position,
         max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        most_bytes=_most_kv_bytes(config, free_for_rank, residency),
         states=state_demand(spec, dtype, config),
         windows=window_demand(spec.kv_layers, config.block_size, kv_dtype, config.max_num_seqs, step_budget(config)),
     )
@@ -222,6 +229,14 @@ def share_memory(
         if config.kv_transfer_config is not None:
             raise ConfigError(f"--kv-transfer-config moves KV blocks alone so far, and this model needs its {kind}.")
     return ModelPlan(spec, dtype, kv, num_bytes, placement, residency, rounding=rounding)
+
+
+def _most_kv_bytes(config: ServeConfig, free_bytes: int, residency: ResidencyPlan | None) -> int:
+    """Return the bytes that KV takes at most without a setting. free_bytes: beside the weights, for a rank."""
+    if demo_named(config.model) is not None:
+        return _DEMO_KV_BYTES
+    # Experts without a slot stay in the page cache as far as memory is left for it.
+    return free_bytes if residency is None else free_bytes // 2
 
 
 def check_kv_tiers(config: ServeConfig, device: str) -> None:

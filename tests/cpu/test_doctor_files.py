@@ -9,12 +9,16 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+import torch
 from click.testing import CliRunner
 from gguf import GGMLQuantizationType
 
 import moeserve.machine
 from launcher.cli import main
+from moeserve.config import ServeConfig
+from moeserve.engine.memory_plan import share_memory
 from moeserve.machine import Machine
+from moeserve.model.families import build_spec, load_config
 from tests.cpu.test_doctor import MACHINE, QWEN3, folder_of
 from tests.support.gguf_export import write_gguf
 from tests.support.tiny_models import build
@@ -67,6 +71,18 @@ def test_of_a_repository_the_most_bits_that_fit_are_taken(hub: Path, machine: Ma
     assert found["Q6_K"]["num_bytes"] == 25 * 10**9
     # 3.35 of 30.5 billion parameters are active, 0.31 of them the embedding; a token reads one row of it.
     assert found["Q4_K_M"]["tokens_per_second"] == pytest.approx(50 / 18.6 * 30.53 / (3.353 - 0.311), rel=1e-3)
+
+
+def test_the_tokens_beside_a_file_of_the_hub_are_those_that_a_start_plans(hub: Path, machine: Machine) -> None:
+    found = {choice["kind"]: choice for choice in json.loads(ask("owner/qwen3-GGUF", "--json"))["files"]}
+    config = ServeConfig(model="owner/qwen3-GGUF", kv_cache_dtype="bfloat16")
+    for kind in ("Q3_K_M", "Q4_K_M", "Q5_K_M"):
+        num_bytes = found[kind]["num_bytes"]
+        plan = share_memory(build_spec(load_config(hub)), torch.float32, num_bytes, config, machine.free_bytes)
+        assert found[kind]["kv_tokens"] == plan.kv.num_blocks * config.block_size
+        # 96 KiB a token; 0.85 of what is left beside the file and half a GiB.
+        left = machine.free_bytes - num_bytes - GIB // 2
+        assert found[kind]["kv_tokens"] == pytest.approx(0.85 * left / (96 * 1024), rel=0.01)
 
 
 def test_of_16_bits_none_is_taken_and_without_a_configuration_only_sizes_are_told(

@@ -22,13 +22,25 @@ def plan(**changes: Any) -> KvBudget:
         "kv_cache_memory": None,
         "model_max_len": 8192,
         "max_model_len": None,
+        "max_num_seqs": 64,
+        "most_bytes": 2**60,
     }
     return plan_kv(**{**values, **changes})
 
 
-def test_by_default_the_pool_takes_half_of_the_rest_but_never_more_than_four_gib() -> None:
-    assert plan().num_blocks == 4096
-    assert plan(available_bytes=2 * GIB + 2**29).num_blocks == 1024
+def test_by_default_the_pool_takes_most_of_the_rest_whatever_the_machine_has() -> None:
+    assert plan(available_bytes=2 * GIB + 2**29).num_blocks == int(0.85 * 2048)
+    assert plan(available_bytes=100 * GIB + 2**29).num_blocks == int(0.85 * 100 * 1024)
+
+
+def test_by_default_the_pool_holds_no_more_than_four_contexts_for_each_request_that_may_run() -> None:
+    assert plan(max_num_seqs=1, model_max_len=1600).num_blocks == 4 * 100
+    assert plan(max_num_seqs=2, max_model_len=800).num_blocks == 8 * 50
+
+
+def test_by_default_the_pool_of_a_demo_keeps_to_its_bound() -> None:
+    assert plan(most_bytes=GIB).num_blocks == 1024
+    assert plan(most_bytes=100 * GIB).num_blocks == int(0.85 * 9.5 * 1024)
 
 
 def test_the_models_context_is_clamped_to_the_pool() -> None:
@@ -175,15 +187,17 @@ def test_without_recurrent_layers_no_memory_is_for_states() -> None:
 
 
 def test_running_requests_get_a_state_slot_each_and_snapshots_a_quarter_of_the_kv_memory() -> None:
+    # 9728 MiB are free beside the reserve; slots take 512 MiB, KV and snapshots 0.85 of the rest.
+    num_blocks = int(0.85 * (9728 - 512) / 1.25)
     with_states = plan(states=StateDemand(64 * MIB, 8, None))
-    assert with_states == KvBudget(4096, 8192, num_state_slots=8, num_snapshots=16)
-    # 9728 MiB are free beside the reserve; slots take 512 MiB, and KV half of the rest.
-    assert plan(states=StateDemand(64 * MIB, 8, None), available_bytes=2 * GIB).num_blocks == (1536 - 512) // 2
+    assert with_states == KvBudget(num_blocks, 8192, num_state_slots=8, num_snapshots=num_blocks // 4 // 64)
+    demand = StateDemand(64 * MIB, 8, None)
+    assert plan(states=demand, available_bytes=2 * GIB).num_blocks == int(0.85 * (1536 - 512) / 1.25)
 
 
 def test_states_of_running_requests_leave_half_of_the_memory_to_kv() -> None:
     budget = plan(states=StateDemand(256 * MIB, 64, None), available_bytes=2 * GIB + 512 * MIB)
-    assert (budget.num_state_slots, budget.num_blocks) == (4, 512)
+    assert (budget.num_state_slots, budget.num_blocks) == (4, int(0.85 * 1024 / 1.25))
     assert plan(states=StateDemand(900 * MIB, 64, None), available_bytes=2 * GIB).num_state_slots == 1
 
 
@@ -196,7 +210,7 @@ def test_snapshots_take_what_they_are_told_to() -> None:
     ("demand", "sentence"),
     [
         (StateDemand(20 * GIB, 8, None), "state of a request takes 20 GiB; beside the weights only 9.5 GiB"),
-        (StateDemand(64 * MIB, 8, 20 * GIB), "--state-cache-memory asks for 20 GiB; .* only 5 GiB are free"),
+        (StateDemand(64 * MIB, 8, 20 * GIB), "--state-cache-memory asks for 20 GiB; .* only 1.3 GiB are free"),
         (StateDemand(64 * MIB, 8, MIB), "--state-cache-memory holds no snapshot: one takes 64 MiB"),
     ],
 )

@@ -53,15 +53,21 @@ def test_the_banner_says_where_how_and_with_what():
     assert "ready on http://127.0.0.1:8000" in text
     assert "curl -N http://127.0.0.1:8000/v1/chat/completions -H" in text
     assert "1 GiB = 16,000 tokens in 1,000 blocks" in text
-    assert "4,096 tokens per request (the model allows 8,192)" in text
+    assert "4,096 tokens per request of the model's 8,192" in text
     assert "NVIDIA H200 found, not used" in text
+
+
+def test_the_banner_names_the_flag_that_serves_the_models_whole_context():
+    little = msgspec.structs.replace(READY, max_model_len=16_000, model_max_len=32_000)
+    text = ready_banner(little, url="http://x", model="demo", needs_key=False, gpus=[])
+    assert "context  16,000 tokens per request of the model's 32,000: --kv-cache-memory 2GiB holds them all" in text
 
 
 def test_the_banner_tells_from_which_length_on_positions_are_stretched():
     stretched = msgspec.structs.replace(READY, max_model_len=32768, model_max_len=32768, stretched_from=8192)
     text = ready_banner(stretched, url="http://x", model="demo", needs_key=False, gpus=[])
-    assert "context  32,768 tokens per request; beyond 8,192 positions are stretched (LongRoPE)" in text
-    assert "LongRoPE" not in ready_banner(READY, url="http://x", model="demo", needs_key=False, gpus=[])
+    assert "context  32,768 tokens per request; beyond 8,192 positions are stretched" in text
+    assert "stretched" not in ready_banner(READY, url="http://x", model="demo", needs_key=False, gpus=[])
 
 
 def test_the_banner_tells_of_recurrent_states_where_there_are_some():
