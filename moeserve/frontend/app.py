@@ -65,7 +65,7 @@ def create_app(services: Services) -> Starlette:
     config = services.run.config
     keys = load_keys(config.api_key, config.api_key_file)
     public = load_public_prefixes(config.public_prefixes)
-    bounds = Bounds(config.response_store_size, config.response_store_days * _DAY_S)
+    bounds = Bounds(config.response_store_size, config.response_store_days * _DAY_S, keys.stored_share)
     store = Store(services.run.store_file, bounds)
     owner = Owner(services.run.store_file)
     jobs = Jobs(services, store, owner, keys.holder)

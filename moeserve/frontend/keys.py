@@ -29,9 +29,17 @@ USER, METRICS, ADMIN = "user", "metrics", "admin"
 ROLES = (USER, METRICS, ADMIN)
 # What the shares of a key are parts of.
 _BLOCKS = "KV blocks"
-_SHARED = {"retention": _BLOCKS, "pinned": _BLOCKS, "cached": _BLOCKS, "running": "running places", "queue": "places"}
-_RIGHT = re.compile(r"(.*\S)\s+(retention|pinned|weight|running|queue|cached|priority)=(\S*)")
+_SHARED = {
+    "retention": _BLOCKS,
+    "pinned": _BLOCKS,
+    "cached": _BLOCKS,
+    "running": "running places",
+    "queue": "places",
+    "stored": "bytes of the response store",
+}
+_RIGHT = re.compile(r"(.*\S)\s+(retention|pinned|weight|running|queue|cached|stored|priority)=(\S*)")
 _LEAST_WEIGHT = 0.001
+_ROUNDING = 1e-9  # of a sum of shares
 _GRANTS = {USER: {USER}, METRICS: {METRICS}, ADMIN: {USER, METRICS, ADMIN}}
 
 
@@ -42,7 +50,8 @@ class Rights:
     `retention`: the share of the KV blocks that may be retained for it, `pinned`: the share that it may pin; None for
     the service's settings. `weight`: of the key among all that have requests. `running` and `queue`: the shares of the
     places for running and for all requests that it gets at most. `cached`: the share of the KV blocks beyond which its
-    prefixes are evicted before all others. `priority`: whether it may ask for an urgent one.
+    prefixes are evicted before all others. `stored`: its share of the response store; None for an equal part, weight
+    for weight, of what named shares leave. `priority`: whether it may ask for an urgent one.
     """
 
     retention: float | None = None
@@ -51,6 +60,7 @@ class Rights:
     running: float = 1.0
     queue: float = 1.0
     cached: float = 1.0
+    stored: float | None = None
     priority: bool = False
 
 
@@ -146,6 +156,7 @@ class KeyRing:
             Identity(digest, frozenset(allowed), own_rights.get(digest, DEFAULT_RIGHTS))
             for digest, allowed in grants.items()
         ]
+        self._stored = _stored_shares([identity for identity in self._identities if USER in identity.grants])
 
     def __bool__(self) -> bool:
         return bool(self._identities)
@@ -157,6 +168,11 @@ class KeyRing:
             return ANYONE if not digest else None
         return next((identity for identity in self._identities if identity.digest == digest), None)
 
+    def stored_share(self, digest: bytes) -> float:
+        """Return the share of the response store of the key with this digest: 1 without keys, 0 for a key that is not
+        valid any more."""
+        return self._stored.get(digest, 0.0) if self else 1.0
+
     def find(self, key: bytes) -> Identity | None:
         """Return the identity of a key, None for a wrong one. Takes the same time for every key."""
         digest = hashlib.sha256(key).digest()
@@ -165,6 +181,14 @@ class KeyRing:
             if hmac.compare_digest(identity.digest, digest):
                 found = identity
         return found
+
+
+def _stored_shares(identities: Iterable[Identity]) -> dict[bytes, float]:
+    """Return the share of the response store of each key, by its digest; together at most 1."""
+    shares = {one.digest: one.rights.stored for one in identities if one.rights.stored is not None}
+    left = max(0.0, 1.0 - sum(shares.values()))
+    weights = {one.digest: one.rights.weight for one in identities if one.rights.stored is None}
+    return shares | {digest: left * weight / sum(weights.values()) for digest, weight in weights.items()}
 
 
 def load_keys(api_keys: Iterable[str], api_key_file: str | None) -> KeyRing:
@@ -183,6 +207,8 @@ def load_keys(api_keys: Iterable[str], api_key_file: str | None) -> KeyRing:
         if not file_entries:
             raise ConfigError(f"the key file {api_key_file} holds no key")
         entries += file_entries
+    if sum(own.stored or 0.0 for own in rights.values()) > 1 + _ROUNDING:
+        raise ConfigError("the shares `stored=` in the key file add up to more than 1")
     if any(not key for _, key in entries):
         raise ConfigError("an API key must not be empty")
     return KeyRing(entries, rights)

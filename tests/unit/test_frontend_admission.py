@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -261,10 +262,23 @@ def test_a_key_file_grants_weights_and_shares(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "right", ["weight=0", "weight=nan", "weight=x", "queue=2", "running=-1", "cached=3", "priority=1", "queue="]
+    "right",
+    ["weight=0", "weight=nan", "weight=x", "queue=2", "running=-1", "stored=2", "priority=1", "queue="],
 )
 def test_a_right_that_is_none_is_named(tmp_path: Path, right: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"user:alice {right}\n")
     with pytest.raises(ConfigError, match=f"`{right.partition('=')[0]}=` in the key file"):
+        load_keys((), str(file))
+
+
+def test_keys_share_the_response_store_by_weight_unless_the_file_names_a_share(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("user:alice stored=0.4\nuser:bob weight=2\nadmin:carol\nmetrics:m\n")
+    keys = load_keys((), str(file))
+    shares = [keys.stored_share(hashlib.sha256(key).digest()) for key in (b"alice", b"bob", b"carol", b"gone", b"m")]
+    assert shares == pytest.approx([0.4, 0.4, 0.2, 0.0, 0.0])
+    assert load_keys((), None).stored_share(b"") == 1.0
+    file.write_text("user:alice stored=0.6\nuser:bob stored=0.5\n")
+    with pytest.raises(ConfigError, match="`stored=`"):
         load_keys((), str(file))

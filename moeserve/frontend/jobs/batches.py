@@ -26,7 +26,7 @@ from moeserve.frontend.services import Services
 from moeserve.frontend.store import batches
 from moeserve.frontend.store.batches import BatchLine, StoredBatch, read_line, result_line
 from moeserve.frontend.store.file import Owner
-from moeserve.frontend.store.store import Store
+from moeserve.frontend.store.store import STORE_FULL, Store
 
 log = structlog.get_logger(__name__)
 
@@ -111,6 +111,9 @@ class Batches:
                 await self._store.write(batch.caller, partial(batches.drop_lines, batch_id=batch.batch_id))
             raise
         except ApiError as error:
+            if error.code == STORE_FULL:
+                await self._fail(batch, [{"code": STORE_FULL, "message": error.message}])
+                return
             log.warning("batch_interrupted", batch=batch.batch_id, reason=error.message)
         except Exception as error:  # A defect here is its batch's alone.
             log.error("batch_failed", exc_info=error)

@@ -35,7 +35,7 @@ from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs
 from moeserve.frontend.store.file import Owner
-from moeserve.frontend.store.jobs import Name, NameTaken, NoRoom, OpenJob, Status, StoredJob, TooManyJobs
+from moeserve.frontend.store.jobs import Name, NameTaken, OpenJob, Status, StoredJob, TooManyJobs
 from moeserve.frontend.store.store import Store
 from moeserve.plan import Terms
 
@@ -108,8 +108,6 @@ class Jobs:
             most = limits.MAX_OPEN_JOBS_PER_KEY
             message = f"This key has {most} requests already that outlive their connection and have not ended"
             raise ApiError(429, message, type="rate_limit_error", code="too_many_jobs", retry_after_s=5.0) from None
-        except NoRoom:
-            raise unavailable("The response store is full of requests that have not ended", "store_full", 5.0) from None
         job = StoredJob(answer_id, caller, packed)
         if not self._runner.has(answer_id):
             self._runner.begin(OpenJob(answer_id, caller), terms, is_patient=terms.patient)

@@ -32,7 +32,7 @@ from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs, responses
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.jobs import OpenJob
-from moeserve.frontend.store.store import Shelf, Store
+from moeserve.frontend.store.store import Shelf, Store, store_full
 from moeserve.plan import FinishReason, Terms
 from moeserve.wire import Output
 
@@ -138,13 +138,14 @@ class Journal:
             batch, self._pending = self._pending, {}
             packed = {job_id: pack_entries(entries) for job_id, (entries, _) in batch.items()}
             try:
-                gone = await self._store.write(b"", partial(jobs.append, owner=self._owner, entries=packed))
+                refused = await self._store.write(b"", partial(jobs.append, owner=self._owner, entries=packed))
             except ApiError as error:
                 self._fail(batch, error)
                 continue
             for job_id, (_, done) in batch.items():
-                if job_id in gone:
-                    _settle(done, JobEnded())
+                if job_id in refused:
+                    lack = refused[job_id]
+                    _settle(done, JobEnded() if lack is None else store_full(lack))
                 else:
                     _settle(done, None)
                     self.ring(job_id)
@@ -445,10 +446,11 @@ class Runner:
         kept = formatter.kept if isinstance(formatter, ResponsesFormatter) else None
 
         def end(shelf: Shelf) -> bool:
-            if not jobs.is_open(shelf, job.job_id):
+            if not jobs.end(shelf, job.job_id, "done", at=ended_at):
                 return False
-            is_kept = kept is not None and responses.put(shelf, kept)
-            return jobs.end(shelf, job.job_id, "done", at=ended_at, kept=is_kept)
+            if kept is not None and responses.put(shelf, kept):
+                jobs.note_kept(shelf, job.job_id)
+            return True
 
         await self._store.write(job.caller, end)
 

@@ -17,12 +17,11 @@ from starlette.types import Scope
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
-from moeserve.frontend.errors import ApiError, invalid, unavailable
+from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.http import json_bytes, page_of, receive_body
 from moeserve.frontend.keys import caller_of
 from moeserve.frontend.store import batches
-from moeserve.frontend.store.batches import BATCH_PREFIX, FILE_PREFIX, StoredBatch, StoredFile
-from moeserve.frontend.store.jobs import NoRoom
+from moeserve.frontend.store.batches import BATCH_PREFIX, FILE_PREFIX, StoredBatch, StoredFile, TooManyFiles
 from moeserve.frontend.store.store import Shelf, Store
 
 _DAY_S = 86_400
@@ -93,8 +92,9 @@ class FileRoutes:
         try:
             add = partial(batches.add_file, name=name, purpose="batch", content=sent.content)
             return await self._store.write(caller, add)
-        except NoRoom:
-            raise unavailable("There is no room for this file in the response store", "store_full", 60.0) from None
+        except TooManyFiles:
+            message = f"This key has {limits.MAX_FILES_PER_KEY} files already: delete some"
+            raise ApiError(429, message, type="rate_limit_error", code="too_many_files") from None
 
 
 class BatchRoutes:

@@ -13,8 +13,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.store import jobs
-from moeserve.frontend.store.jobs import NoRoom
-from moeserve.frontend.store.store import Shelf, is_overfull
+from moeserve.frontend.store.store import ROW_BYTES, Shelf
 
 FILE_PREFIX, BATCH_PREFIX = "file-", "batch_"
 BatchState = Literal[
@@ -61,19 +60,21 @@ _COLUMNS = """id, caller, state, path, input_file, created, expires, metadata, t
               error_file"""
 
 
+class TooManyFiles(Exception):
+    """The caller has as many files as it may have."""
+
+
 def add_file(shelf: Shelf, name: str, purpose: str, content: bytes) -> StoredFile:
-    """Keep a file. Raise NoRoom."""
-    if len(files(shelf)) >= limits.MAX_FILES_PER_KEY:
-        raise NoRoom
+    """Keep a file. Raise TooManyFiles, NoRoom."""
+    counted = "SELECT count(*) FROM files JOIN kept USING (id) WHERE caller = ? AND NOT hidden"
+    if shelf.db.execute(counted, (shelf.caller,)).fetchone()[0] >= limits.MAX_FILES_PER_KEY:
+        raise TooManyFiles
     made = StoredFile(FILE_PREFIX + secrets.token_hex(12), name, purpose, int(shelf.now), len(content))
     shelf.add(made.file_id, len(content))
     shelf.db.execute(
         "INSERT INTO files(id, name, purpose, created, content) VALUES (?, ?, ?, ?, ?)",
         (made.file_id, name, purpose, made.created, content),
     )
-    shelf.make_room()
-    if not shelf.has(made.file_id) or is_overfull(shelf):
-        raise NoRoom
     return made
 
 
@@ -102,7 +103,8 @@ def content(shelf: Shelf, file_id: str) -> bytes | None:
 def add_batch(
     shelf: Shelf, owner: str, path: str, input_file: str, expires: int, metadata: bytes
 ) -> StoredBatch | None:
-    """Enter a batch of a file that the caller has; return None where too many of the caller's are open."""
+    """Enter a batch of a file that the caller has; return None where too many of the caller's are open. Raise
+    NoRoom."""
     counted = f"SELECT count(*) FROM batches WHERE caller = ? AND {_OPEN}"
     if shelf.db.execute(counted, (shelf.caller,)).fetchone()[0] >= limits.MAX_OPEN_BATCHES_PER_KEY:
         return None
@@ -160,7 +162,8 @@ def drop_lines(shelf: Shelf, batch_id: str) -> None:
 
 
 def add_result(shelf: Shelf, batch_id: str, number: int, line: bytes, *, failed: bool) -> None:
-    """Record the answer to a line of an open batch, unless there is one, and forget the job that made it."""
+    """Record the answer to a line of an open batch, unless there is one, and forget the job that made it. Raise
+    NoRoom."""
     jobs.forget(shelf, line_name(batch_id, number))
     added = shelf.db.execute(
         f"""INSERT OR IGNORE INTO batch_results(batch, number, line, failed)
@@ -168,7 +171,7 @@ def add_result(shelf: Shelf, batch_id: str, number: int, line: bytes, *, failed:
         (number, line, failed, batch_id),
     )
     if added.rowcount:
-        shelf.grow(batch_id, len(line))
+        shelf.grow(batch_id, len(line) + ROW_BYTES)
 
 
 def answered(shelf: Shelf, batch_id: str) -> set[int]:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 # Raised with every change of the schema. A file of an earlier version gets the tables that it lacks; files of other
 # versions are refused.
-VERSION = 3
-_EARLIER = (1, 2)
+VERSION = 4
+_EARLIER = (1, 2, 3)
 _BUSY_S = 10.0  # seconds that a transaction waits for a transaction of another process
 _MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
@@ -36,6 +36,7 @@ CREATE TABLE IF NOT EXISTS kept(
   busy INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS kept_by_use ON kept(caller, used) WHERE NOT hidden AND NOT busy;
 CREATE INDEX IF NOT EXISTS kept_by_age ON kept(used) WHERE NOT hidden AND NOT busy;
+CREATE INDEX IF NOT EXISTS kept_busy ON kept(caller) WHERE busy;
 CREATE INDEX IF NOT EXISTS kept_by_need ON kept(needs) WHERE needs IS NOT NULL;
 CREATE TRIGGER IF NOT EXISTS kept_more AFTER INSERT ON kept BEGIN
   INSERT INTO shelves VALUES (new.caller, new.size)

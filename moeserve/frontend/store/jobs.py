@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moeserve.frontend import limits
-from moeserve.frontend.store.store import Shelf, is_overfull
+from moeserve.frontend.store.store import ROW_BYTES, NoRoom, Shelf
 
 State = Literal["open", "done", "failed", "cancelled"]
 _ROWS_AT_ONCE = 256  # rows of a journal in one read
@@ -78,10 +78,6 @@ class TooManyJobs(Exception):
     """The caller has as many open jobs as it may have."""
 
 
-class NoRoom(Exception):
-    """The store is full of things that are in use."""
-
-
 def create(shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | None, name: Name | None) -> None:
     """Enter an open job. needs: a response that must stay as long as the job. Raise NameTaken, TooManyJobs, NoRoom."""
     if name is not None and (found := _named(shelf, name)) is not None:
@@ -97,9 +93,6 @@ def create(shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | No
             "INSERT INTO idempotency(caller, name, content, job) VALUES (?, ?, ?, ?)",
             (shelf.caller, name.key, name.content, job_id),
         )
-    shelf.make_room()
-    if is_overfull(shelf):
-        raise NoRoom
 
 
 def named(shelf: Shelf, name: Name) -> str | None:
@@ -150,40 +143,42 @@ def news(shelf: Shelf, job_id: str, number: int) -> News | None:
     return News([bytes(entries) for _, entries in rows], latest, found, len(rows) < _ROWS_AT_ONCE)
 
 
-def append(shelf: Shelf, owner: str, entries: Mapping[str, bytes]) -> set[str]:
-    """Add a row to the journals of jobs; return the jobs that get none because the owner has them no longer open."""
-    gone = set()
+def append(shelf: Shelf, owner: str, entries: Mapping[str, bytes]) -> dict[str, NoRoom | None]:
+    """Add a row to the journals of jobs; return the jobs that get none: their callers have no room for it, or (None)
+    the owner has them no longer open."""
+    refused: dict[str, NoRoom | None] = {}
     for job_id, packed in entries.items():
-        added = shelf.db.execute(
-            """INSERT INTO job_outputs(job, number, entries)
-               SELECT id, (SELECT coalesce(max(number) + 1, 0) FROM job_outputs WHERE job = ?1), ?2
-               FROM jobs WHERE id = ?1 AND state = 'open' AND owner = ?3""",
-            (job_id, packed, owner),
-        )
-        if added.rowcount == 0:
-            gone.add(job_id)
-            continue
-        shelf.db.execute("UPDATE kept SET size = size + ? WHERE id = ?", (len(packed), job_id))
-        shelf.db.execute("UPDATE jobs SET tries = 0 WHERE id = ? AND tries > 0", (job_id,))
-    return gone
+        try:
+            with shelf.attempt():
+                if not _append(shelf, owner, job_id, packed):
+                    refused[job_id] = None
+        except NoRoom as lack:
+            refused[job_id] = lack
+    return refused
 
 
-def end(
-    shelf: Shelf,
-    job_id: str,
-    state: State,
-    *,
-    failure: bytes | None = None,
-    at: float | None = None,
-    kept: bool = False,
-) -> bool:
+def _append(shelf: Shelf, owner: str, job_id: str, packed: bytes) -> bool:
+    added = shelf.db.execute(
+        """INSERT INTO job_outputs(job, number, entries)
+           SELECT id, (SELECT coalesce(max(number) + 1, 0) FROM job_outputs WHERE job = ?1), ?2
+           FROM jobs WHERE id = ?1 AND state = 'open' AND owner = ?3""",
+        (job_id, packed, owner),
+    )
+    if added.rowcount == 0:
+        return False
+    shelf.grow(job_id, len(packed) + ROW_BYTES)
+    shelf.db.execute("UPDATE jobs SET tries = 0 WHERE id = ? AND tries > 0", (job_id,))
+    return True
+
+
+def end(shelf: Shelf, job_id: str, state: State, *, failure: bytes | None = None, at: float | None = None) -> bool:
     """Record how an open job ended; return False if it is not open any more. A failed job releases its key.
 
-    at: UNIX time, now by default. kept: its response was kept.
+    at: UNIX time, now by default.
     """
     ended = shelf.db.execute(
-        "UPDATE jobs SET state = ?, failure = ?, ended_at = ?, is_kept = ? WHERE id = ? AND state = 'open'",
-        (state, failure, shelf.now if at is None else at, kept, job_id),
+        "UPDATE jobs SET state = ?, failure = ?, ended_at = ? WHERE id = ? AND state = 'open'",
+        (state, failure, shelf.now if at is None else at, job_id),
     )
     if ended.rowcount == 0:
         return False
@@ -191,6 +186,11 @@ def end(
     if state == "failed":
         shelf.db.execute("DELETE FROM idempotency WHERE job = ?", (job_id,))
     return True
+
+
+def note_kept(shelf: Shelf, job_id: str) -> None:
+    """Record that the response of a job was kept."""
+    shelf.db.execute("UPDATE jobs SET is_kept = 1 WHERE id = ?", (job_id,))
 
 
 def forget(shelf: Shelf, name: bytes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.dialects.responses_items import Earlier, Named, listed_item, response_of_item
-from moeserve.frontend.store.store import OVERHEAD_BYTES, Shelf
+from moeserve.frontend.store.store import OVERHEAD_BYTES, ROW_BYTES, NoRoom, Shelf
 
 _CHAIN = """
 WITH RECURSIVE turn(id, needs, age) AS (
@@ -47,7 +48,13 @@ class _Identified(msgspec.Struct):
 
 def put(shelf: Shelf, kept: KeptResponse) -> bool:
     """Keep a response, and add its items to its conversation. Return False, with nothing kept, if the conversation is
-    too long, or its past is gone."""
+    too long, its past is gone, or there is no room."""
+    with suppress(NoRoom), shelf.attempt():
+        return _put(shelf, kept)
+    return False
+
+
+def _put(shelf: Shelf, kept: KeptResponse) -> bool:
     past_size = 0
     if kept.previous_id is not None:
         if not _is_complete(shelf, kept.previous_id):
@@ -67,8 +74,7 @@ def put(shelf: Shelf, kept: KeptResponse) -> bool:
         shelf.add(kept.response_id, size, needs=kept.previous_id)
     row = (kept.response_id, kept.response, kept.input, past_size)
     shelf.db.execute("INSERT INTO responses(id, response, input, past_size) VALUES (?, ?, ?, ?)", row)
-    shelf.make_room()
-    return shelf.has(kept.response_id)
+    return True
 
 
 def find(shelf: Shelf, response_id: str) -> KeptResponse | None:
@@ -122,7 +128,7 @@ class Conversation:
 
 
 def create_conversation(shelf: Shelf, metadata: bytes, items: Sequence[dict[str, Any]]) -> Conversation | None:
-    """Return a new conversation with these items; None if there is no room for them."""
+    """Return a new conversation with these items; None if they are too long. Raise NoRoom."""
     made = Conversation(CONVERSATION_PREFIX + secrets.token_hex(24), int(shelf.now), metadata)
     shelf.add(made.conversation_id, len(metadata))
     row = (made.conversation_id, made.created, metadata)
@@ -130,8 +136,7 @@ def create_conversation(shelf: Shelf, metadata: bytes, items: Sequence[dict[str,
     if append_items(shelf, made.conversation_id, items) is None:
         shelf.drop(made.conversation_id)
         return None
-    shelf.make_room()
-    return made if shelf.has(made.conversation_id) else None
+    return made
 
 
 def find_conversation(shelf: Shelf, conversation_id: str) -> Conversation | None:
@@ -143,7 +148,7 @@ def find_conversation(shelf: Shelf, conversation_id: str) -> Conversation | None
 
 
 def update_conversation(shelf: Shelf, conversation_id: str, metadata: bytes) -> Conversation | None:
-    """Give a conversation other metadata; return it, None for an unknown one."""
+    """Give a conversation other metadata; return it, None for an unknown one. Raise NoRoom."""
     found = find_conversation(shelf, conversation_id)
     if found is None:
         return None
@@ -157,18 +162,19 @@ def append_items(shelf: Shelf, conversation_id: str, items: Sequence[dict[str, A
     """Add items, with ids where they have none, at the end; return them as JSON.
 
     Return None, with nothing added, if the conversation is gone, has one of the ids already, or would be too long.
+    Raise NoRoom.
     """
     if not shelf.has(conversation_id):
         return None
     rows = [(conversation_id, item["id"], msgspec.json.encode(item)) for item in map(_identified, items)]
-    num_bytes = sum(len(item) for _, _, item in rows)
+    num_bytes = sum(len(item) + ROW_BYTES for _, _, item in rows)
     known = "SELECT size, (SELECT count(*) FROM items WHERE conversation = kept.id) FROM kept WHERE id = ?"
     size, num_items = shelf.db.execute(known, (conversation_id,)).fetchone()
     too_long = size + num_bytes > min(shelf.bounds.max_bytes, limits.MAX_STORED_CONVERSATION_BYTES)
     names = {item_id for _, item_id, _ in rows}
     if too_long or num_items + len(rows) > limits.MAX_MESSAGES or len(names) < len(rows):
         return None
-    if any(item(shelf, conversation_id, name) is not None for name in names):
+    if any(_has_item(shelf, conversation_id, name) for name in names):
         return None
     shelf.db.executemany("INSERT INTO items(conversation, id, item) VALUES (?, ?, ?)", rows)
     shelf.grow(conversation_id, num_bytes)
@@ -178,8 +184,13 @@ def append_items(shelf: Shelf, conversation_id: str, items: Sequence[dict[str, A
 
 def append_new_items(shelf: Shelf, conversation_id: str, items: Sequence[dict[str, Any]]) -> list[bytes] | None:
     """Add the items that the conversation does not have yet; else as `append_items`."""
-    new = [one for one in items if "id" not in one or item(shelf, conversation_id, one["id"]) is None]
+    new = [one for one in items if "id" not in one or not _has_item(shelf, conversation_id, one["id"])]
     return append_items(shelf, conversation_id, new)
+
+
+def _has_item(shelf: Shelf, conversation_id: str, item_id: str) -> bool:
+    found = shelf.db.execute("SELECT 1 FROM items WHERE conversation = ? AND id = ?", (conversation_id, item_id))
+    return found.fetchone() is not None
 
 
 def item(shelf: Shelf, conversation_id: str, item_id: str) -> bytes | None:
@@ -205,7 +216,7 @@ def delete_item(shelf: Shelf, conversation_id: str, item_id: str) -> bool:
     if found is None:
         return False
     shelf.db.execute("DELETE FROM items WHERE conversation = ? AND id = ?", (conversation_id, item_id))
-    shelf.grow(conversation_id, -len(found))
+    shelf.grow(conversation_id, -len(found) - ROW_BYTES)
     return True
 
 

@@ -1,6 +1,9 @@
 """The store of one HTTP process: shelves of callers, and transactions on threads.
 
 A shelf holds what one caller keeps. Bytes and age are bounded, and the least recently used things are dropped first.
+Each caller has a share of the bytes. What it has in use never exceeds its share, and things beyond a share are dropped
+before all others, so every caller finds room for as much as its share.
+
 All HTTP processes of a service open one file. Each writes on one thread, a transaction at a time, and reads on others,
 so that the event loop waits for no disk and no lock.
 """
@@ -10,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -26,9 +29,11 @@ from moeserve.frontend.store.file import connect, prepare
 # A use is recorded only if the last one was recorded this many seconds ago, so that reading does not always write.
 _USE_APART_S = 60.0
 OVERHEAD_BYTES = 1024  # of the rows around one kept thing
+ROW_BYTES = 128  # of the file, beside the content of one of many rows that belong to a kept thing
 
 log = structlog.get_logger(__name__)
 
+STORE_FULL = "store_full"  # the code of an error
 _NUM_READERS = 2
 _SECONDS_BETWEEN_CLEANINGS = 600.0
 
@@ -37,10 +42,20 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The bytes of all callers together, and the seconds since the last use."""
+    """The bytes of all callers together, and the seconds since the last use. share_of: a caller's share of the
+    bytes."""
 
     max_bytes: int
     max_age_s: float
+    share_of: Callable[[bytes], float] = lambda _: 1.0
+
+
+class NoRoom(Exception):
+    """A caller's things in use take up its share; there is no room for another one, or for one that grows."""
+
+    def __init__(self, share_bytes: int) -> None:
+        super().__init__(share_bytes)
+        self.share_bytes = share_bytes
 
 
 class Shelf:
@@ -64,13 +79,33 @@ class Shelf:
         return found.fetchone() is not None
 
     def add(self, name: str, size: int, *, needs: str | None = None, busy: bool = False) -> None:
-        """Enter a thing to keep. needs: another thing that must stay as long as this one."""
+        """Enter a thing to keep, and make room for it. Raise NoRoom.
+
+        needs: another thing that must stay as long as this one. busy: it is in use, with all that it needs, until
+        somebody sets that to 0; it is not dropped meanwhile.
+        """
         row = (name, self.caller, size + OVERHEAD_BYTES, self.now, needs, busy)
         self.db.execute("INSERT INTO kept(id, caller, size, used, needs, busy) VALUES (?, ?, ?, ?, ?, ?)", row)
+        self._make_room(name, self.caller, is_busy=busy)
 
     def grow(self, name: str, num_bytes: int) -> None:
-        """Add a number of bytes, which may be negative, to the size of a thing."""
-        self.db.execute("UPDATE kept SET size = size + ? WHERE id = ?", (num_bytes, name))
+        """Add a number of bytes, which may be negative, to the size of a thing of any caller. Raise NoRoom."""
+        query = "UPDATE kept SET size = size + ? WHERE id = ? RETURNING caller, busy"
+        row = self.db.execute(query, (num_bytes, name)).fetchone()
+        if row is not None and num_bytes > 0:
+            self._make_room(name, bytes(row[0]), is_busy=bool(row[1]))
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Undo the block's part of the transaction where it raises NoRoom."""
+        self.db.execute("SAVEPOINT attempt")
+        try:
+            yield
+        except NoRoom:
+            self.db.execute("ROLLBACK TO attempt")
+            raise
+        finally:
+            self.db.execute("RELEASE attempt")
 
     def is_stale(self, name: str) -> bool:
         """Return whether a thing was last touched long enough ago for another `touch`."""
@@ -105,20 +140,42 @@ class Shelf:
             hidden = self.db.execute("SELECT id FROM kept WHERE id = ? AND hidden", (needed,)).fetchone()
             found = None if hidden is None else hidden[0]
 
-    def make_room(self) -> None:
-        """Drop the least recently used things of the caller that keeps most, until everything fits."""
-        while _total(self.db) > self.bounds.max_bytes:
-            callers = self.db.execute("SELECT caller FROM shelves ORDER BY num_bytes DESC, caller")
-            oldest = next((name for (caller,) in callers if (name := self._oldest_of(caller)) is not None), None)
-            if oldest is None:
-                return
-            self.drop(oldest)
+    def _make_room(self, name: str, caller: bytes, *, is_busy: bool) -> None:
+        """Drop things until everything fits, but not the one of that name. Raise NoRoom.
 
-    def _oldest_of(self, caller: bytes) -> str | None:
-        row = self.db.execute(
-            "SELECT id FROM kept WHERE caller = ? AND NOT hidden AND NOT busy ORDER BY used, rowid LIMIT 1", (caller,)
-        ).fetchone()
-        return None if row is None else str(row[0])
+        Callers lose their least recently used things in the order in which they exceed their shares. A thing displaces
+        none of a caller that has less of its share than its own caller.
+        """
+        share_bytes = self._share_bytes(caller)
+        if is_busy and self._bytes_in_use(caller) > share_bytes:
+            raise NoRoom(share_bytes)
+        while _total(self.db) > self.bounds.max_bytes:
+            victim = self._victim(name, caller)
+            if victim is None:
+                raise NoRoom(share_bytes)
+            self.drop(victim)
+
+    def _victim(self, name: str, caller: bytes) -> str | None:
+        shelves = [(bytes(one), size) for one, size in self.db.execute("SELECT caller, num_bytes FROM shelves")]
+        for one, _ in sorted(shelves, key=lambda row: (-row[1] / max(1, self._share_bytes(row[0])), row[0])):
+            query = """SELECT id FROM kept WHERE caller = ? AND NOT hidden AND NOT busy AND id != ?
+                       ORDER BY used, rowid LIMIT 1"""
+            if (row := self.db.execute(query, (one, name)).fetchone()) is not None:
+                return str(row[0])
+            if one == caller:
+                return None
+        return None
+
+    def _share_bytes(self, caller: bytes) -> int:
+        return int(self.bounds.max_bytes * self.bounds.share_of(caller))
+
+    def _bytes_in_use(self, caller: bytes) -> int:
+        """Return the bytes of a caller's busy things and of what they need, with whole conversations."""
+        query = """WITH busy(id, needs) AS (SELECT id, needs FROM kept WHERE caller = ? AND busy),
+                     held(id) AS (SELECT id FROM busy UNION SELECT needs FROM busy WHERE needs IS NOT NULL)
+                   SELECT coalesce(sum(size + coalesce(past_size, 0)), 0)
+                   FROM held JOIN kept USING (id) LEFT JOIN responses USING (id)"""
+        return int(self.db.execute(query, (caller,)).fetchone()[0])
 
 
 def drop_old(shelf: Shelf) -> None:
@@ -137,11 +194,6 @@ def drop_old(shelf: Shelf) -> None:
         else:
             shelf.drop(job_id)
     shelf.db.execute("PRAGMA incremental_vacuum(1000)")
-
-
-def is_overfull(shelf: Shelf) -> bool:
-    """Return whether callers keep more than they may, because everything is in use."""
-    return _total(shelf.db) > shelf.bounds.max_bytes
 
 
 def _total(db: sqlite3.Connection) -> int:
@@ -179,8 +231,8 @@ class Store:
     async def write(self, caller: bytes, work: Callable[[Shelf], _T]) -> _T:
         """Return the result of work, which other processes see as a whole when this returns, or not at all.
 
-        It is done even if its caller is cancelled. Raise the work's errors, and ApiError (503) for the file's faults;
-        then nothing of it is done.
+        It is done even if its caller is cancelled. Raise the work's errors, and ApiError: 429 where there is no room,
+        503 for the file's faults; then nothing of it is done.
         """
         return await self._run(self._writer, "BEGIN IMMEDIATE", caller, work)
 
@@ -207,6 +259,8 @@ class Store:
 
         try:
             return await threads.run(transact)
+        except NoRoom as lack:
+            raise store_full(lack) from None
         except sqlite3.Error as error:
             log.error("response_store_failed", error=str(error))
             raise store_unavailable() from error
@@ -246,3 +300,13 @@ class _Threads:
 def store_unavailable() -> ApiError:
     """503: the file is full, damaged, or held by another process for too long."""
     return unavailable("The response store cannot be used now", "store_unavailable", 5.0)
+
+
+def store_full(lack: NoRoom) -> ApiError:
+    """429: the caller's things in use take up its share."""
+    share = f"{lack.share_bytes / 2**20:.4g} MiB"
+    message = (
+        f"There is no room for this in the response store: it takes up to {share} of this key's requests and batches "
+        "that have not ended. Wait until some have, or cancel them"
+    )
+    return ApiError(429, message, type="rate_limit_error", code=STORE_FULL, retry_after_s=60.0)
