@@ -132,9 +132,9 @@ def test_bad_messages_are_refused_by_name(messages: Any, param: str) -> None:
     ("message", "param", "named"),
     [
         (
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "custom"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "shell"}]},
             "messages[0].tool_calls[0].type",
-            "messages[0].tool_calls[0].type=custom",
+            "messages[0].tool_calls[0].type=shell",
         ),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},

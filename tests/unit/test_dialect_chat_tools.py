@@ -207,12 +207,32 @@ def test_older_functions_read_as_tools_and_their_messages_as_calls() -> None:
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0].function.name"),
         ({"role": "assistant", "tool_calls": [CALL] * 300}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
-        ({"role": "tool", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, "messages[0].tool_calls[0].custom.name"),
+        ({"role": "tool", "content": [{"type": "video"}]}, "messages[0].content[0].type"),
         ({"role": "assistant", "content": [{"type": "refusal"}]}, "messages[0].content[0].refusal"),
     ],
 )
 def test_bad_calls_in_history_are_refused_by_name(message: dict[str, Any], param: str) -> None:
     assert refuse(messages=[message]).param == param
+
+
+def test_an_image_in_a_tools_result_is_a_placeholder_and_the_session_goes_on() -> None:
+    content = [{"type": "text", "text": "shot"}, {"type": "image_url", "image_url": {"url": "data:x"}}]
+    request = parse(messages=[{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": content}])
+    (prompt,) = request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages[1]["content"] == "shot\n[image left out: this model reads text]"
+
+
+def test_custom_calls_and_parts_of_thinking_in_history_are_read() -> None:
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "Ok."}]
+    called = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
+    request = parse(messages=[{"role": "assistant", "content": parts, "tool_calls": [called]}])
+    (prompt,) = request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    (message,) = prompt.messages
+    assert (message["content"], message["reasoning_content"]) == ("Ok.", "hm")
+    assert message["tool_calls"][0]["function"] == {"name": "patch", "arguments": {"input": "*** Begin"}}
 
 
 def test_a_message_is_continued_on_request() -> None:

@@ -278,6 +278,12 @@ def test_what_clients_send_without_asking_for_anything_is_taken() -> None:
     assert request.ignored == ("diagnostics",)
 
 
+def test_images_and_found_tools_in_a_tools_result_become_text() -> None:
+    content = [text("shot"), {"type": "image", "source": {}}, {"type": "tool_reference", "tool_name": "mcp__find"}]
+    turns = said(user("look"), assistant([tool_use("t")]), user([tool_result("t", content)]))
+    assert turns[-1]["content"] == "shot\n[image left out: this model reads text]\n[tool mcp__find]"
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -291,7 +297,11 @@ def test_what_clients_send_without_asking_for_anything_is_taken() -> None:
         ({"messages": [user("a"), {"role": "user"}]}, "messages[1]"),
         ({"messages": [user([{"type": "image", "source": {}}])]}, "messages[0].content[0].type"),
         ({"messages": [user([{"type": "document", "source": {}}])]}, "messages[0].content[0].type"),
-        ({"messages": [user([tool_result("t", [{"type": "image"}])])]}, "messages[0].content[0].content[0].type"),
+        ({"messages": [user([tool_result("t", [{"type": "x"}])])]}, "messages[0].content[0].content[0].type"),
+        (
+            {"messages": [user([tool_result("t", [{"type": "tool_reference"}])])]},
+            "messages[0].content[0].content[0].tool_name",
+        ),
         ({"messages": [user([tool_use("t")])]}, "messages[0].content[0].type"),
         ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text"),
         ({"messages": [user([{"type": "tool_result"}])]}, "messages[0].content[0].tool_use_id"),

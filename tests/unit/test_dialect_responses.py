@@ -188,13 +188,59 @@ def test_bad_items_are_refused_by_name(items: Any, param: str) -> None:
             [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}],
             "input[0].content[0].type=input_file",
         ),
-        ([call("f", "1"), result("1", [{"type": "input_image"}])], "input[1].output[0].type=input_image"),
-        ([{"type": "web_search_call", "id": "x"}], "input[0].type=web_search_call"),
+        ([call("f", "1"), result("1", [{"type": "x"}])], "input[1].output[0].type=x"),
+        ([{"type": "odd", "id": "x"}], "input[0].type=odd"),
     ],
 )
 def test_what_is_not_text_is_refused_in_words(items: Any, named: str) -> None:
     error = refuse(input=items)
     assert (error.code, error.message) == ("unsupported_parameter", f"`{named}` is not supported by this server")
+
+
+def test_a_summary_that_only_its_maker_reads_is_refused_in_a_sentence() -> None:
+    error = refuse(input=[{"type": "compaction", "encrypted_content": "x"}])
+    assert (error.param, "only its maker can read" in error.message) == ("input[0].type", True)
+
+
+def test_calls_of_built_in_tools_are_read_with_their_results_or_left_out() -> None:
+    shell = {"type": "local_shell_call", "call_id": "s", "action": {"type": "exec", "command": ["ls"]}}
+    found = messages(
+        [
+            {"role": "user", "content": "go"},
+            {"type": "web_search_call", "id": "w", "status": "completed"},
+            shell,
+            {"type": "local_shell_call_output", "call_id": "s", "output": "a.txt"},
+            {"type": "function_call", "name": "look", "call_id": "1", "arguments": {"path": "a.png"}},
+            result("1", [{"type": "input_text", "text": "shot"}, {"type": "input_image", "image_url": "data:x"}]),
+            {"type": "agent_message", "author": "a", "content": [{"type": "input_text", "text": "done"}]},
+        ]
+    )
+    assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant", "tool", "user"]
+    assert found[1]["tool_calls"] == [in_chat("s", "local_shell", shell["action"])]
+    assert found[2]["content"] == "a.txt"
+    assert found[3]["tool_calls"] == [in_chat("1", "look", {"path": "a.png"})]
+    assert found[4]["content"] == "shot\n[image left out: this model reads text]"
+    assert found[5]["content"] == "done"
+
+
+def test_tools_that_items_bring_can_be_called_and_count_once() -> None:
+    brought = {"type": "additional_tools", "role": "developer", "tools": [WEATHER, {"type": "custom", "name": "exec"}]}
+    deferred = [{"type": "namespace", "name": "mcp", "tools": [{"type": "function", "name": "find"}]}]
+    items = [
+        brought,
+        brought,
+        {"type": "tool_search_call", "call_id": "t", "arguments": {"query": "find"}},
+        {"type": "tool_search_output", "call_id": "t", "tools": deferred},
+        {"role": "user", "content": "go"},
+    ]
+    request = parse(input=items, tools=[WEATHER], tool_choice={"type": "function", "name": "find", "namespace": "mcp"})
+    assert [tool.name for tool in request.tools] == ["weather", "exec", "mcp__find"]
+    assert turn_of(request).names["exec"] == ClientName("exec", None, True)
+    assert len(turn_of(request).repeated["tools"]) == 1
+    assert [message["role"] for message in prompt_of(request).messages] == ["assistant", "tool", "user"]
+    earlier = Earlier([json.dumps([brought]).encode()])
+    later = parse(input="on", earlier=earlier, previous_response_id="resp_1")
+    assert [tool.name for tool in later.tools] == ["weather", "exec"]
 
 
 def test_functions_reach_the_model_and_the_answer_repeats_all_their_fields() -> None:

@@ -16,6 +16,14 @@ from moeserve.frontend.dialects.internal import Tool, ToolChoice
 from moeserve.frontend.errors import invalid, unsupported
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]+")
+CUSTOM_INPUT = "input"  # the one parameter by which a model knows the text of a custom tool
+
+# Names for parts of a tool's result that become placeholders, by their types: agents take pictures unasked.
+_LEFT_OUT = {
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
+    **dict.fromkeys(("document", "file", "input_file"), "file"),
+    **dict.fromkeys(("audio", "input_audio"), "audio"),
+}
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -101,6 +109,12 @@ def arguments_of(text: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"invalid_arguments": text}
 
 
+def placeholder(kind: str) -> str | None:
+    """Return the text for a part of a tool's result that no model here reads, None for a part of another type."""
+    what = _LEFT_OUT.get(kind)
+    return None if what is None else f"[{what} left out: this model reads text]"
+
+
 def made_up_id(place: int, name: str) -> str:
     """Return an id for a call without one: always the same for the same place in a conversation."""
     return "call_" + hashlib.blake2b(f"{place}:{name}".encode(), digest_size=12).hexdigest()
@@ -120,6 +134,7 @@ class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: str | list[ContentPart] | None = None
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
@@ -128,10 +143,16 @@ class CalledFunction(msgspec.Struct):
     arguments: str | dict[str, Any] | None = None
 
 
+class CalledCustom(msgspec.Struct):
+    name: str | None = None
+    input: str | None = None
+
+
 class MessageCall(msgspec.Struct):
     id: str | None = None
     type: str = "function"
     function: CalledFunction | None = None
+    custom: CalledCustom | None = None
 
 
 class ChatMessage(msgspec.Struct):
@@ -177,12 +198,15 @@ def read_messages(messages: list[ChatMessage] | None) -> list[dict[str, Any]]:
             raise invalid(f"`{where}.role` must be one of {', '.join(sorted(ROLES))}", f"{where}.role")
         if message.content is None and message.role in ("user", "system", "developer"):
             raise invalid(f"`{where}.content` is required", f"{where}.content")
-        plain: dict[str, Any] = {"role": message.role, "content": _content_text(message.content, where)}
+        content, of_tool = message.content, message.role in ("tool", "function")
+        if message.role == "assistant" and isinstance(content, list):
+            content = [part for part in content if part.type != "thinking"]
+        plain: dict[str, Any] = {"role": message.role, "content": _content_text(content, where, of_tool=of_tool)}
         if message.name is not None:
             plain["name"] = message.name
         if message.role == "assistant":
             latest_id = _add_assistant_parts(plain, message, where, index) or latest_id
-        elif message.role in ("tool", "function"):
+        elif of_tool:
             plain |= {"role": "tool", "tool_call_id": message.tool_call_id or latest_id}
         read.append(plain)
     name_results(read)
@@ -211,8 +235,7 @@ def read_breakpoints(
 
 def _add_assistant_parts(plain: dict[str, Any], message: ChatMessage, where: str, index: int) -> str:
     """Add reasoning and calls to a message. Return the id of the last call."""
-    reasoning = message.reasoning_content or message.reasoning
-    if reasoning:
+    if reasoning := message.reasoning_content or message.reasoning or _thoughts(message.content, where):
         plain["reasoning_content"] = reasoning
     calls = [
         _call(call, f"{where}.tool_calls[{number}]", index) for number, call in enumerate(message.tool_calls or ())
@@ -229,7 +252,18 @@ def _add_assistant_parts(plain: dict[str, Any], message: ChatMessage, where: str
     return ""
 
 
+def _thoughts(content: str | list[ContentPart] | None, where: str) -> str:
+    """Return the text of the parts of type `thinking`, as Mistral's clients send them."""
+    parts = content if isinstance(content, list) else []
+    thoughts = [part.thinking for part in parts if part.type == "thinking"]
+    return "\n".join(_content_text(thought, f"{where}.thinking") for thought in thoughts)
+
+
 def _call(call: MessageCall, where: str, index: int) -> dict[str, Any]:
+    if call.type == "custom":
+        custom = call.custom or CalledCustom()
+        called = CalledFunction(custom.name, {CUSTOM_INPUT: custom.input or ""})
+        return _function(called, call.id or made_up_id(index, str(custom.name)), f"{where}.custom")
     if call.type != "function":
         raise unsupported(f"{where}.type", call.type[:40])
     if call.function is None:
@@ -244,14 +278,20 @@ def _function(called: CalledFunction, call_id: str, where: str) -> dict[str, Any
     return call_in_history(call_id, called.name, called.arguments or {})
 
 
-def _content_text(content: str | list[ContentPart] | None, where: str) -> str:
-    """Return the text of a message's content. Parts are joined by a newline, so that no two words merge."""
+def _content_text(content: str | list[ContentPart] | None, where: str, *, of_tool: bool = False) -> str:
+    """Return the text of a message's content. Parts are joined by a newline, so that no two words merge.
+
+    of_tool: it is a tool's result, whose images and files become placeholders.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if len(content) > limits.MAX_CONTENT_PARTS:
         raise invalid(f"`{where}.content` takes at most {limits.MAX_CONTENT_PARTS} parts", f"{where}.content")
     texts = []
     for index, part in enumerate(content):
+        if of_tool and (instead := placeholder(part.type)) is not None:
+            texts.append(instead)
+            continue
         name = "refusal" if part.type == "refusal" else "text"
         if part.type != "refusal" and part.type not in TEXT_PARTS:
             raise unsupported(f"{where}.content[{index}].type", part.type[:40])

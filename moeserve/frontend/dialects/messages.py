@@ -15,7 +15,7 @@ from msgspec import Meta
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.bodies import bounded
-from moeserve.frontend.dialects.chat_parts import call_in_history, check_choice, check_tools, make_tool
+from moeserve.frontend.dialects.chat_parts import call_in_history, check_choice, check_tools, make_tool, placeholder
 from moeserve.frontend.dialects.fields import read_cache
 from moeserve.frontend.dialects.formats import checked_size, refuse_formats
 from moeserve.frontend.dialects.internal import (
@@ -68,6 +68,7 @@ class Block(msgspec.Struct):
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
     is_error: bool | None = None
+    tool_name: str | None = None
     cache_control: CacheControl | None = None
 
 
@@ -306,10 +307,18 @@ def _user_messages(blocks: list[tuple[str, Block]], call_ids: list[str]) -> list
 
 def _tool_message(path: str, block: Block) -> dict[str, Any]:
     call_id = _required(block.tool_use_id, f"{path}.tool_use_id")
-    text = _joined(_blocks(block.content or "", path))
+    text = _joined([(where, _readable(part, where)) for where, part in _blocks(block.content or "", path)])
     if block.is_error and not text.lower().startswith("error"):
         text = f"Error: {text}"  # templates have no other place for it
     return {"role": "tool", "tool_call_id": call_id_of(call_id), "content": text}
+
+
+def _readable(block: Block, path: str) -> Block:
+    """Return a block of a tool's result as text: images and files are left out, a tool that was found is named."""
+    if block.type == "tool_reference":
+        return Block("text", text=f"[tool {_required(block.tool_name, f'{path}.tool_name')}]")
+    instead = placeholder(block.type)
+    return block if instead is None else Block("text", text=instead)
 
 
 def _assistant_message(blocks: list[tuple[str, Block]]) -> dict[str, Any]:

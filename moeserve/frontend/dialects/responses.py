@@ -146,16 +146,16 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
         raise invalid(
             "A response in the `background` is fetched from where it is kept: `store` must not be false", "store"
         )
-    tools = read_tools(asked.tools)
+    items, past = _own_items(asked.input), _past(asked, earlier)
+    tools = read_tools(asked.tools, [*past, *items])
     sampling = fields.read_sampling(asked, model, _logprobs(asked, model))
     output_format, form = _read_format(asked.text)
-    items = _own_items(asked.input)
     bodies.check_depth((items, asked.tools, form))
     verbosity = ("verbosity",) if asked.text is not None and asked.text.verbosity is not None else ()
     return fields.read_request(
         asked,
         model,
-        [_prompt(asked, items, tools, earlier)],
+        [_prompt(asked, past, items, tools, earlier)],
         asked.max_output_tokens,
         sampling,
         background=False,
@@ -173,10 +173,10 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
     )
 
 
-def _prompt(asked: ResponsesBody, items: list[Item], tools: ToolSet, earlier: Earlier) -> ChatPrompt:
+def _prompt(asked: ResponsesBody, past: list[Item], items: list[Item], tools: ToolSet, earlier: Earlier) -> ChatPrompt:
     effort = fields.read_effort("reasoning.effort", asked.reasoning.effort if asked.reasoning else None)
     return ChatPrompt(
-        messages=_read_messages(asked, items, earlier),
+        messages=_read_messages(asked, past, items, earlier),
         variables={} if effort is None else {fields.EFFORT: effort},
         tools=tuple(tools.tools),
         request_field="input",
@@ -217,9 +217,8 @@ def _own_items(asked: str | list[dict[str, Any]] | None) -> list[Item]:
     return asked
 
 
-def _read_messages(asked: ResponsesBody, items: list[Item], earlier: Earlier) -> list[dict[str, Any]]:
+def _read_messages(asked: ResponsesBody, past: list[Item], items: list[Item], earlier: Earlier) -> list[dict[str, Any]]:
     """Return the messages of the instructions, of the earlier conversation, and of this request's items."""
-    past = _past(asked, earlier)
     if len(past) + len(items) > limits.MAX_MESSAGES:
         raise invalid(f"a conversation takes at most {limits.MAX_MESSAGES} items", "input")
     reader = ItemReader(earlier.item)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from moeserve.frontend.dialects.chat_parts import CUSTOM_INPUT
 from moeserve.frontend.dialects.internal import (
     WRITTEN_AT_ONCE,
     Delta,
@@ -25,7 +26,7 @@ from moeserve.frontend.dialects.internal import (
     logprob_entry,
 )
 from moeserve.frontend.dialects.responses import Turn
-from moeserve.frontend.dialects.responses_items import CUSTOM_INPUT, ClientName, Item, item_id_of, seal_reasoning
+from moeserve.frontend.dialects.responses_items import ClientName, Item, item_id_of, seal_reasoning
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.text import TextTokenizer
 

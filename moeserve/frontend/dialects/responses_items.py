@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects.chat_parts import call_in_history, check_choice, check_tool_name, check_tools, make_tool
+from moeserve.frontend.dialects.chat_parts import (
+    CUSTOM_INPUT,
+    call_in_history,
+    check_choice,
+    check_tool_name,
+    check_tools,
+    make_tool,
+    placeholder,
+)
 from moeserve.frontend.dialects.internal import Tool, ToolChoice
 from moeserve.frontend.errors import ApiError, invalid, unsupported
-
-CUSTOM_INPUT = "input"
 
 _CUSTOM_PARAMETERS = {
     "type": "object",
@@ -32,6 +38,12 @@ _CUSTOM_PARAMETERS = {
 Item = dict[str, Any]
 
 ROLES = ("user", "assistant", "system", "developer")
+# Items of a conversation that bring tools: those of a client that declares them in `input`, and those of a search.
+_WITH_TOOLS = ("additional_tools", "tool_search_output")
+# The field of a built-in tool's call that says what it does, by clients' own types of calls.
+_ARGUMENTS = ("arguments", "action", "operation", "input")
+# Summaries in a form of their maker's; without them the conversation is another one.
+_SEALED_ITEMS = ("compaction", "context_compaction", "compaction_summary")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 RESPONSE_PREFIX = "resp_"
 _SEAL = "moeserve.1."
@@ -60,28 +72,54 @@ class ToolSet:
     repeated: list[dict[str, Any]] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
+    def add_new(self, more: ToolSet) -> None:
+        """Add the tools of `more` whose names are new."""
+        for tool, path in zip(more.tools, more.paths, strict=True):
+            if tool.name not in self.names:
+                self.tools.append(tool)
+                self.paths.append(path)
+                self.names[tool.name] = more.names[tool.name]
+        self.dropped += more.dropped
+
 
 def model_name(name: str, namespace: str | None) -> str:
     """Return the name by which the model knows a tool."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def read_tools(tools: list[dict[str, Any]] | None) -> ToolSet:
-    """Return the tools of a body. Built-in ones, which this server does not have, are dropped. Raise ApiError."""
+def read_tools(tools: list[dict[str, Any]] | None, items: Sequence[Item] = ()) -> ToolSet:
+    """Return the tools of a body, then those that its items bring. Raise ApiError.
+
+    Built-in ones, which this server does not have, are dropped. Items repeat tools from turn to turn: the first counts.
+    """
     found = ToolSet()
-    for index, tool in enumerate(tools or ()):
-        where = f"tools[{index}]"
+    found.repeated += _read_list(found, tools or [], "tools")
+    check_tools(list(zip(found.tools, found.paths, strict=True)))
+    for index, item in enumerate(items):
+        brought = item.get("tools") if item.get("type") in _WITH_TOOLS else None
+        if isinstance(brought, list) and all(isinstance(tool, dict) for tool in brought):
+            more = ToolSet()
+            _read_list(more, brought, f"input[{index}].tools")
+            found.add_new(more)
+    check_tools(list(zip(found.tools, found.paths, strict=True)))
+    return found
+
+
+def _read_list(found: ToolSet, tools: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Add tools; return those that the model may call as the answer repeats them."""
+    repeated = []
+    for index, tool in enumerate(tools):
+        path = f"{where}[{index}]"
         match tool.get("type"):
             case "namespace":
-                found.repeated.append(_namespace(found, tool, where))
+                repeated.append(_namespace(found, tool, path))
             case "function" | "custom":
-                found.repeated.append(_callable(found, tool, where, None))
+                repeated.append(_callable(found, tool, path, None))
             case str(kind):
                 found.dropped.append(kind[:60])
             case _:
-                raise invalid(f"`{where}.type` is required", f"{where}.type")
-    check_tools(list(zip(found.tools, found.paths, strict=True)))
-    return found
+                raise invalid(f"`{path}.type` is required", f"{path}.type")
+    return repeated
 
 
 def _namespace(found: ToolSet, tool: dict[str, Any], where: str) -> dict[str, Any]:
@@ -290,10 +328,21 @@ class ItemReader:
             case "reasoning":
                 self._add_reasoning(item, where)
             case "function_call":
-                self._add_call(item, _required(item, "arguments", where), where)
+                self._add_call(item, _required(item, "name", where), _arguments(item, where), where)
             case "custom_tool_call":
-                self._add_call(item, {CUSTOM_INPUT: _required(item, "input", where)}, where)
-            case "function_call_output" | "custom_tool_call_output":
+                given = {CUSTOM_INPUT: _required(item, "input", where)}
+                self._add_call(item, _required(item, "name", where), given, where)
+            case "agent_message":
+                self.say("user", _content_text(item.get("content"), f"{where}.content", left_out="encrypted_content"))
+            case "additional_tools" | "mcp_list_tools":
+                pass
+            case str(kind) if kind in _SEALED_ITEMS:
+                raise invalid(f"`{where}` is a summary that only its maker can read: send the items", f"{where}.type")
+            case str(kind) if kind.endswith("_call"):
+                # Without `call_id` the client's vendor has run it, and its result is no item.
+                if isinstance(item.get("call_id"), str):
+                    self._add_call(item, kind.removesuffix("_call"), _built_in_arguments(item), where)
+            case str(kind) if kind.endswith("_output"):
                 self._add_output(item, where)
             case "item_reference" | None if isinstance(item.get("id"), str):
                 self._add_reference(item["id"], where)
@@ -320,11 +369,11 @@ class ItemReader:
             message = self._open()
             message["reasoning_content"] = message.get("reasoning_content", "") + text
 
-    def _add_call(self, item: Item, arguments: str | dict[str, Any], where: str) -> None:
+    def _add_call(self, item: Item, name: str, arguments: str | dict[str, Any], where: str) -> None:
         call_id, namespace = _required(item, "call_id", where), item.get("namespace")
         if not isinstance(namespace, str | None):
             raise invalid(f"`{where}.namespace` must be a string", f"{where}.namespace")
-        name = model_name(_required(item, "name", where), namespace)
+        name = model_name(name, namespace)
         self._open().setdefault("tool_calls", []).append(call_in_history(call_id, name, arguments))
         self._called[call_id] = name
 
@@ -334,7 +383,7 @@ class ItemReader:
             raise invalid(
                 f"`{where}.call_id` is {call_id[:80]!r}, and no item before it is that call", f"{where}.call_id"
             )
-        content = _content_text(item.get("output"), f"{where}.output")
+        content = _result_text(item, where)
         self._assistant = None
         self.messages.append(
             {"role": "tool", "content": content, "tool_call_id": call_id, "name": self._called[call_id]}
@@ -365,15 +414,52 @@ def _required(item: Item, key: str, where: str) -> str:
     return value
 
 
-def _content_text(content: Any, where: str) -> str:
-    """Return the text of `content`, a string or parts. Parts are joined by a newline, so that no two words merge."""
+def _arguments(item: Item, where: str) -> str | dict[str, Any]:
+    found = item.get("arguments")
+    return found if isinstance(found, dict) else _required(item, "arguments", where)
+
+
+def _built_in_arguments(item: Item) -> dict[str, Any]:
+    found: Any = next((item[name] for name in _ARGUMENTS if name in item), {})
+    return found if isinstance(found, dict) else {CUSTOM_INPUT: found}
+
+
+def _result_text(item: Item, where: str) -> str:
+    """Return the result of a call as text; images and files in it are left out."""
+    if item["type"] == "tool_search_output" and "output" not in item:
+        tools = item.get("tools")
+        names = [tool.get("name") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+        return msgspec.json.encode({"tools": names}).decode()
+    output = item.get("output")
+    if isinstance(output, dict):
+        return placeholder(str(output.get("type"))) or msgspec.json.encode(output).decode()
+    if not isinstance(output, list):
+        return _content_text(output, f"{where}.output")
+    read = [
+        {"type": "text", "text": instead}
+        if isinstance(part, dict) and (instead := placeholder(str(part.get("type")))) is not None
+        else part
+        for part in output
+    ]
+    return _content_text(read, f"{where}.output")
+
+
+def _content_text(content: Any, where: str, left_out: str | None = None) -> str:
+    """Return the text of `content`, a string or parts. Parts are joined by a newline, so that no two words merge.
+
+    left_out: the type of parts that are passed over.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise invalid(f"`{where}` must be a string or a list of parts", where)
     if len(content) > limits.MAX_CONTENT_PARTS:
         raise invalid(f"`{where}` takes at most {limits.MAX_CONTENT_PARTS} parts", where)
-    return "\n".join(_part_text(part, f"{where}[{index}]", TEXTS) for index, part in enumerate(content))
+    return "\n".join(
+        _part_text(part, f"{where}[{index}]", TEXTS)
+        for index, part in enumerate(content)
+        if left_out is None or not isinstance(part, dict) or part.get("type") != left_out
+    )
 
 
 def _part_text(part: Any, where: str, fields: dict[str, str]) -> str:
