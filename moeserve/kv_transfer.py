@@ -11,7 +11,9 @@ import hashlib
 import hmac
 import ipaddress
 import secrets
+import time
 from array import array
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -21,7 +23,9 @@ TRANSPORT = "moeserve-zmq-3"  # the number changes with the messages between ser
 _DIGEST_BYTES = 16
 _MAX_PORT = 65535
 _MAX_BLOCKS = 2**31
+_MAX_SECONDS = 2**53
 _MAX_CHARS = 255
+_CLOCKS_DIFFER_S = 300  # by which the clocks of two services' machines may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,9 @@ class KvTicket:
     """The first `num_blocks` blocks of a prompt, as they lie in an engine.
 
     engine_id: of its life. request_id: of the lease. fingerprint: of all that the bits of blocks depend on but tokens
-    (`moeserve.engine.kv_disk.fingerprint`). prompt: a digest of the tokens in the blocks, in hex. A ticket of
-    another kind of service is empty.
+    (`moeserve.engine.kv_disk.fingerprint`). prompt: a digest of the tokens in the blocks, in hex. use_by:
+    seconds since the epoch until which the lease waits for its first fetch. A ticket of another kind of service is
+    empty.
     """
 
     engine_id: str = ""
@@ -77,6 +82,7 @@ class KvTicket:
     block_size: int = 0
     fingerprint: str = ""
     prompt: str = ""
+    use_by: int = 0
     signature: str = ""
 
     def params(self) -> dict[str, Any]:
@@ -95,6 +101,7 @@ class KvTicket:
             "block_size": self.block_size,
             "fingerprint": self.fingerprint,
             "prompt": self.prompt,
+            "use_by": self.use_by,
             "signature": self.signature,
         }
 
@@ -131,6 +138,7 @@ def _ticket(params: dict[str, Any]) -> KvTicket:
         block_size=size,
         fingerprint=text("fingerprint"),
         prompt=text("prompt"),
+        use_by=number("use_by", _MAX_SECONDS),
         signature=text("signature"),
     )
 
@@ -139,11 +147,20 @@ class TicketOffice:
     """Issues tickets for the blocks of this engine, and checks the tickets of others."""
 
     def __init__(
-        self, secret: bytes, fingerprint: str, block_size: int, host: str, port: int, *, lease_s: float
+        self,
+        secret: bytes,
+        fingerprint: str,
+        block_size: int,
+        host: str,
+        port: int,
+        *,
+        lease_s: float,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """secret: the services' common key. host, port: where this engine is asked for blocks. lease_s: the seconds for
-        which blocks are held."""
+        which blocks are held. clock: returns the seconds since the epoch."""
         self.lease_s = lease_s
+        self._clock = clock
         self._secret = secret
         self._blank = KvTicket(
             engine_id=secrets.token_hex(8), host=host, port=port, block_size=block_size, fingerprint=fingerprint
@@ -156,6 +173,7 @@ class TicketOffice:
             request_id=secrets.token_hex(16),
             num_blocks=num_blocks,
             prompt=self._digest(tokens, num_blocks),
+            use_by=int(self._clock() + self.lease_s) + 1,
         )
         return replace(ticket, signature=self._sign(ticket))
 
@@ -165,6 +183,8 @@ class TicketOffice:
             return "foreign"
         if (ticket.fingerprint, ticket.block_size) != (self._blank.fingerprint, self._blank.block_size):
             return "fingerprint"
+        if self._clock() > ticket.use_by + _CLOCKS_DIFFER_S:
+            return "old"
         if self._digest(tokens, ticket.num_blocks) != ticket.prompt:
             return "prompt"
         return None

@@ -510,6 +510,14 @@ class PrefixCache:
             if self._windows is not None:
                 self._windows.reorder()
 
+    def excess(self, account: str, num_blocks: int | None = None) -> float:
+        """Return a measure of an account's holding for its weight, for comparisons.
+
+        num_blocks: the blocks that it holds; None for all that its leases have.
+        """
+        victims = self._tree.victims
+        return victims.excess_of(account, victims.num_in_use(account) if num_blocks is None else num_blocks)
+
     def set_time(self, now: float) -> None:
         """Set the time, which must not go back, and end overdue retentions."""
         self._tree.set_time(now)

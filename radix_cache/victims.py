@@ -204,6 +204,11 @@ class Victims:
             return _excess(num_held, holding.weight, holding.used_at)
         return _excess(num_held, self._terms.get(account, _USUAL)[0], self.now)
 
+    def num_in_use(self, account: str) -> int:
+        """Return the number of blocks of an account that its leases have, in the tree and beside it."""
+        holding = self._holdings.get(account)
+        return 0 if holding is None else holding.num_leased + holding.num_private
+
     def next_leaf(self) -> Node | None:
         """Return the leaf that would be evicted next for nobody in particular, None without any."""
         holding = self._first(Taker(None))

@@ -9,22 +9,23 @@ reason, and the prompt is computed. No sockets and no clock here: threads copy b
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from moeserve.kv_transfer import KvTicket, TicketOffice
 from moeserve.plan import Request
 from moeserve.scheduling.lower_tier import longest_wait_s
-from radix_cache import BlockCopy, Fill, Lease, PrefixCache, begin_fill, end_fill, is_still_full
+from radix_cache import BlockCopy, Fill, Lease, PrefixCache, account_of, begin_fill, end_fill, is_still_full
 
-_MOST_HELD = 0.5  # share of all blocks that are held for other services; beyond it the oldest leases end
+_MOST_HELD = 0.5  # share of all blocks; tickets beyond it end leases of the account that holds most for its weight
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Blocks that are held."""
+    """Blocks that are held for a ticket of an account."""
 
+    account: str
     lease: Lease
     deadline: float
 
@@ -35,7 +36,8 @@ class KvOffers:
     def __init__(self, cache: PrefixCache, office: TicketOffice) -> None:
         self._cache = cache
         self._office = office
-        self._offers: dict[str, _Offer] = {}
+        self._offers: OrderedDict[str, _Offer] = OrderedDict()  # by their deadlines
+        self._held: dict[str, Counter[int]] = {}  # by account: the number of its tickets that hold each block
         self._most_held = int(_MOST_HELD * cache.num_blocks)
         self.num_made = 0
         self.num_expired = 0
@@ -43,7 +45,7 @@ class KvOffers:
     @property
     def num_held(self) -> int:
         """The number of blocks that are held."""
-        return len({block for offer in self._offers.values() for block in offer.lease.block_ids})
+        return len(set[int]().union(*self._held.values()))
 
     def blocks(self, ticket_id: str) -> Sequence[int] | None:
         """Return the blocks of a ticket, None if they are not held any more. Any thread may call it.
@@ -60,17 +62,14 @@ class KvOffers:
         if not lease.block_ids:
             self._cache.release(lease)
             return None
-        ticket = self._office.issue(prompt, len(lease.block_ids))
-        self._offers[ticket.request_id] = _Offer(lease, now + self._office.lease_s)
+        ticket, account = self._office.issue(prompt, len(lease.block_ids)), account_of(request.namespace)
+        self._offers[ticket.request_id] = _Offer(account, lease, now + self._office.lease_s)
+        self._held.setdefault(account, Counter()).update(lease.block_ids)
         self.num_made += 1
-        self._keep_bound()
+        # Accounts rarely hold public blocks, the only ones in common, in such numbers that each has to be counted once.
+        while sum(map(len, self._held.values())) > self._most_held < self.num_held:
+            self._expire_oldest(self._held)
         return ticket if ticket.request_id in self._offers else None
-
-    def _keep_bound(self) -> None:
-        # Prompts that begin alike hold the same blocks, which are rarely so many that they have to be counted.
-        offers = self._offers
-        while sum(len(offer.lease.block_ids) for offer in offers.values()) > self._most_held < self.num_held:
-            self._expire(next(iter(offers)))
 
     def record_fetch(self, ticket_id: str, now: float, *, is_last: bool) -> None:
         """Record that blocks of a ticket were fetched. is_last: the fetch is over, which ends the lease."""
@@ -79,13 +78,24 @@ class KvOffers:
             self._end(ticket_id)
         elif offer is not None:
             self._offers[ticket_id] = replace(offer, deadline=now + self._office.lease_s)
+            self._offers.move_to_end(ticket_id)
 
-    def expire(self, now: float, *, lacks_memory: bool) -> None:
-        """End the leases whose time is over, and the oldest one if requests lack memory."""
-        for ticket_id in [one for one, offer in self._offers.items() if now > offer.deadline]:
-            self._expire(ticket_id)
-        if lacks_memory and self._offers:
-            self._expire(next(iter(self._offers)))
+    def expire(self, now: float, lacking: Collection[Request]) -> None:
+        """End the leases whose time is over, and another one if requests lack memory.
+
+        lacking: these requests. An account keeps its leases while it has less memory in use than the account of each.
+        """
+        while self._offers and now > (first := next(iter(self._offers.items())))[1].deadline:
+            self._expire(first[0])
+        if lacking:
+            least = min(self._cache.excess(account_of(request.namespace)) for request in lacking)
+            self._expire_oldest([account for account in self._held if self._cache.excess(account) >= least])
+
+    def _expire_oldest(self, accounts: Iterable[str]) -> None:
+        """End the oldest lease of the one of these accounts whose tickets hold most for its weight, if there is one."""
+        most = max(accounts, key=lambda one: self._cache.excess(one, len(self._held[one])), default=None)
+        if most is not None:
+            self._expire(next(ticket_id for ticket_id, offer in self._offers.items() if offer.account == most))
 
     def _expire(self, ticket_id: str) -> None:
         self.num_expired += 1
@@ -93,7 +103,15 @@ class KvOffers:
 
     def _end(self, ticket_id: str) -> None:
         # Threads must not find it any more when its blocks are given to others.
-        self._cache.release(self._offers.pop(ticket_id).lease)
+        offer = self._offers.pop(ticket_id)
+        held = self._held[offer.account]
+        held.subtract(offer.lease.block_ids)
+        for block in offer.lease.block_ids:
+            if not held[block]:
+                del held[block]
+        if not held:
+            del self._held[offer.account]
+        self._cache.release(offer.lease)
 
 
 @dataclass(eq=False, slots=True)
@@ -153,6 +171,8 @@ class KvFetches:
         self._of_request: dict[Request, _Fetch] = {}
         self._new_jobs: list[FetchJob] = []
         self.counters = FetchCounters()
+        # The services, by host and port, whose tickets had another fingerprint. Their tickets were signed with the key.
+        self.unlike: set[tuple[str, int]] = set()
 
     @property
     def waiting(self) -> Collection[Request]:
@@ -164,6 +184,8 @@ class KvFetches:
             failure = self._office.why_unusable(request.ticket, request.token_ids)
             if failure is not None:
                 self.counters.failures[failure] += 1
+                if failure == "fingerprint":
+                    self.unlike.add((request.ticket.host, request.ticket.port))
                 request.ticket = None
 
     def num_held(self, request: Request) -> int:

@@ -213,7 +213,7 @@ class Scheduler:
     def expire_offers(self) -> None:
         """Let go KV that is held for other services longer than promised, or that requests here lack memory for."""
         if self.transfer is not None:
-            self.transfer.offers.expire(self._pace.now, lacks_memory=bool(self._lacking))
+            self.transfer.offers.expire(self._pace.now, self._lacking.values())
 
     def record_fetched(self, ticket_id: str, *, is_last: bool) -> None:
         """Record that another service has fetched blocks that are held for it, or the last of them."""

@@ -178,7 +178,10 @@ def test_a_killed_prefiller_another_model_and_a_lost_lease_leave_the_prompt_to_b
         params = prefill(other, body)
         differing = failures(pair.decodes, "fingerprint")
         assert bits(post(pair.decodes, body | {"kv_transfer_params": params})) == expected
-        wait_for_failures(pair.decodes, "fingerprint", differing + 1)
+        clear(pair.decodes)
+        assert bits(post(pair.decodes, body | {"kv_transfer_params": prefill(other, body)})) == expected
+        wait_for_failures(pair.decodes, "fingerprint", differing + 2)
+        assert pair.decodes.errors.read_text().count("kv_ticket_of_unlike_service") == 1
         create_keys(tmp_path / "other.key")
         stranger = start(stack, model, tmp_path / "s", *config_of_key(tmp_path / "other.key"))
         foreign = failures(pair.decodes, "foreign")

@@ -23,8 +23,8 @@ def tokens_of(seed: int, count: int = 21) -> array[int]:
     return array("i", (seed * 7 + i for i in range(count)))
 
 
-def request_of(number: int, tokens: array[int], ticket: KvTicket | None = None) -> Request:
-    return Request(str(number), tokens, SamplingParams(1), ticket=ticket)
+def request_of(number: int, tokens: array[int], ticket: KvTicket | None = None, namespace: str = "") -> Request:
+    return Request(str(number), tokens, SamplingParams(1), namespace, ticket=ticket)
 
 
 def test_a_ticket_survives_its_json_and_serves_its_tokens_alone() -> None:
@@ -68,8 +68,8 @@ def test_a_wrong_setting_is_refused_in_a_clause(text: str, clause: str) -> None:
         parse_kv_transfer(text)
 
 
-def compute(cache: PrefixCache, tokens: array[int]) -> None:
-    lease = cache.match(tokens)
+def compute(cache: PrefixCache, tokens: array[int], namespace: str = "") -> None:
+    lease = cache.match(tokens, namespace)
     assert cache.extend(lease, -(-len(tokens) // SIZE) - len(lease.block_ids)) is not None
     cache.free(cache.publish(lease, tokens, len(tokens)))
     cache.release(lease)
@@ -88,11 +88,118 @@ def test_leases_end_by_fetch_by_time_and_by_need() -> None:
     assert (offers.num_held, offers.blocks(tickets[0])) == (20, None)
     offers.record_fetch(tickets[1], 11.0, is_last=True)
     offers.record_fetch(tickets[2], 11.0, is_last=False)
-    offers.expire(14.5, lacks_memory=False)
+    offers.expire(14.5, [])
     assert [offers.blocks(one) is not None for one in tickets] == [False, False, True, False, False]
-    offers.expire(15.0, lacks_memory=True)
+    offers.expire(15.0, [request_of(10, tokens_of(3))])
     assert (offers.num_held, cache.num_leased) == (0, 0)
     assert offers.make(request_of(9, tokens_of(1, 4)), 0.0) is None
+
+
+def offer(cache: PrefixCache, offers: KvOffers, number: int, namespace: str) -> str:
+    """Compute a prompt of five blocks, and return the number of its ticket."""
+    compute(cache, tokens_of(10 * number), namespace)
+    ticket = offers.make(request_of(number, tokens_of(10 * number), namespace=namespace), 0.0)
+    assert ticket is not None
+    return ticket.request_id
+
+
+def test_the_tickets_of_one_account_end_none_of_another_that_holds_less() -> None:
+    cache = PrefixCache(40, SIZE)
+    offers = KvOffers(cache, OFFICE)
+    bobs = offer(cache, offers, 0, "bob")
+    # Names within an account are the account's.
+    alices = [offer(cache, offers, number, f"alice/{number}") for number in range(1, 11)]
+    assert [number for number, one in enumerate(alices) if offers.blocks(one) is not None] == [7, 8, 9]
+    assert offers.blocks(bobs) is not None
+    assert offers.num_held == 20
+
+
+def test_the_weight_of_an_account_is_that_of_its_tickets() -> None:
+    cache = PrefixCache(40, SIZE)
+    offers = KvOffers(cache, OFFICE)
+    cache.share("alice", 3.0, 1.0)
+    bobs = [offer(cache, offers, number, "bob") for number in range(2)]
+    alices = [offer(cache, offers, number, "alice") for number in range(2, 8)]
+    assert [offers.blocks(one) is not None for one in bobs] == [False, True]
+    assert [offers.blocks(one) is not None for one in alices] == [False] * 3 + [True] * 3
+
+
+def test_requests_that_lack_memory_end_tickets_of_accounts_with_as_much_in_use() -> None:
+    cache = PrefixCache(40, SIZE)
+    offers = KvOffers(cache, OFFICE)
+    bobs, alices = offer(cache, offers, 0, "bob"), offer(cache, offers, 1, "alice")
+    running = cache.match(tokens_of(10), "alice/x")
+    assert cache.extend(running, 8) is not None
+    lacks = request_of(9, tokens_of(90), namespace="alice")
+    for _ in range(3):
+        offers.expire(0.0, [lacks])
+    assert (offers.blocks(bobs) is None, offers.blocks(alices)) == (False, None)
+    # Carol has nothing, and gets what others hold.
+    offers.expire(0.0, [lacks, request_of(8, tokens_of(80), namespace="carol")])
+    assert offers.blocks(bobs) is None
+    cache.release(running)
+    assert cache.num_leased == 0
+
+
+def test_a_fetched_lease_is_no_longer_the_oldest() -> None:
+    cache = PrefixCache(40, SIZE)
+    offers = KvOffers(cache, OFFICE)
+    tickets = [offer(cache, offers, number, "bob") for number in range(3)]
+    offers.record_fetch(tickets[0], 5.0, is_last=False)
+    offers.expire(10.5, [])
+    assert [offers.blocks(one) is not None for one in tickets] == [True, False, False]
+
+
+@pytest.mark.parametrize("seed", first(4, range(20)))
+def test_as_many_blocks_are_held_as_the_tickets_of_all_accounts_have(seed: int) -> None:
+    draw = random.Random(seed)
+    cache = PrefixCache(60, SIZE)
+    offers = KvOffers(cache, OFFICE)
+    tickets: list[str] = []
+    now = 0.0
+    for number in range(150):
+        now += draw.choice((0.0, 1.0, 4.0))
+        cache.set_time(now)
+        match draw.randrange(4):
+            case 0 | 1:
+                namespace = draw.choice(("a", "b", "b/x"))
+                tokens = array("i", (draw.randrange(2) for _ in range(draw.randint(4, 40))))
+                compute(cache, tokens, namespace)
+                ticket = offers.make(request_of(number, tokens, namespace=namespace), now)
+                tickets += [] if ticket is None else [ticket.request_id]
+            case 2 if tickets:
+                offers.record_fetch(draw.choice(tickets), now, is_last=draw.random() < 0.5)
+            case 3:
+                lacking = [request_of(0, tokens_of(1), namespace=one) for one in ("a", "c") if draw.random() < 0.1]
+                offers.expire(now, lacking)
+        held = {block for ticket_id in tickets for block in offers.blocks(ticket_id) or ()}
+        assert offers.num_held == len(held) == cache.num_leased <= 30
+        check_invariants(cache)
+    offers.expire(now + 11.0, [])
+    assert (offers.num_held, cache.num_leased) == (0, 0)
+
+
+def test_a_ticket_serves_nobody_once_its_lease_has_to_be_over() -> None:
+    now, tokens = 1e9, tokens_of(1)
+    office = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5, lease_s=10.0, clock=lambda: now)
+    ticket = office.issue(tokens, 5)
+    # Clocks of machines differ by minutes.
+    now += 300.0
+    assert office.why_unusable(ticket, tokens) is None
+    now += 20.0
+    assert office.why_unusable(ticket, tokens) == "old"
+    assert office.why_unusable(replace(ticket, use_by=2 * ticket.use_by), tokens) == "foreign"
+
+
+def test_services_with_another_fingerprint_are_known_by_their_address() -> None:
+    fetches = KvFetches(PrefixCache(24, SIZE), OFFICE, lambda start, stop: 0.0)
+    tokens = tokens_of(1)
+    other = TicketOffice(b"k" * 40, "g", SIZE, "h", 6, lease_s=10.0)
+    stranger = TicketOffice(b"o" * 40, "g", SIZE, "h", 7, lease_s=10.0)
+    for office in (OFFICE, other, other, stranger):
+        fetches.check(request_of(1, tokens, office.issue(tokens, 5)))
+    assert fetches.unlike == {("h", 6)}
+    assert fetches.counters.failures == {"fingerprint": 2, "foreign": 1}
 
 
 @pytest.mark.parametrize("seed", first(8, range(40)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class KvExchange:
         except OSError as error:
             raise ConfigError(f"--kv-transfer-config: {root} cannot be used: {error.strerror or error}.") from error
         self._gatekeeper = Gatekeeper(self._sockets, keys)
+        self._unlike: set[tuple[str, int]] = set()
         self._server = BlockServer(self._sockets, keys, f"tcp://{config.kv_ip}:{config.kv_port or '*'}", memory)
         self._fetcher = BlockFetcher(self._sockets, keys, memory)
         self.office = TicketOffice(
@@ -66,8 +68,18 @@ class KvExchange:
         for result in self._fetcher.take(seconds):
             scheduler.waiting.end_fetch(result)
         scheduler.expire_offers()
+        if scheduler.transfer is not None:
+            self._tell_unlike(scheduler.transfer.fetches.unlike)
         for job in scheduler.waiting.take_fetches():
             self._fetcher.start(job)
+
+    def _tell_unlike(self, services: Set[tuple[str, int]]) -> None:
+        """Log once each service whose tickets serve nothing here."""
+        for host, port in services - self._unlike:
+            log.warning(
+                "kv_ticket_of_unlike_service", host=host, port=port, consequence="its prompts are computed here"
+            )
+        self._unlike |= services
 
     def close(self) -> None:
         """End all threads and close the sockets."""
