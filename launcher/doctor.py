@@ -78,6 +78,8 @@ def doctor(model: str | None, as_json: bool, **flags: Any) -> None:
     try:
         settings = {environment_name(setting) for setting in fields(ServeConfig) if setting.name in _SETTINGS}
         config = load_config(flags, {name: value for name, value in os.environ.items() if name in settings})
+        if model is not None:
+            model = load_config({"model": model}, {}).model
         config = replace(config, model=model)
         report = _report_of_files(model, config) or _report(model, config)
     except ConfigError as error:

@@ -17,8 +17,40 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENT = "model"
 
 
+# What flags of other servers are here, by their names.
+_FLAGS_OF_OTHERS = {
+    **dict.fromkeys(("--ctx-size", "-c", "--context-length", "--max-total-tokens"), "--max-model-len sets the context"),
+    **dict.fromkeys(("--model", "-m", "--model-path", "--model-id", "-hf", "--hf-repo"), "MODEL is the first argument"),
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), "--expert-parallel-size N is for experts"),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp", "--pp-size"), "layers are not split over ranks"),
+    **dict.fromkeys(("--ep-size", "--enable-expert-parallel"), "--expert-parallel-size N is for experts"),
+    **dict.fromkeys(("-t", "--threads-batch"), "--threads sets the cores"),
+    **dict.fromkeys(("-np", "--parallel", "--max-running-requests"), "--max-num-seqs bounds requests at once"),
+    **dict.fromkeys(("--chunked-prefill-size", "--batch-size", "-b"), "--max-num-batched-tokens bounds a step"),
+    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "a model is whole on one device, see --device"),
+    **dict.fromkeys(("--n-cpu-moe", "--cpu-moe", "--cpu-offload-gb"), "--expert-memory keeps a part of the experts"),
+    **dict.fromkeys(("--mem-fraction-static", "--cache-ram"), "--kv-cache-memory is for keys and values"),
+    **dict.fromkeys(("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"), "--kv-cache-dtype is for keys and values"),
+    **dict.fromkeys(("--alias", "-a"), "--served-model-name names the model for clients"),
+    **dict.fromkeys(("--enable-auto-tool-choice", "--jinja"), "calls of tools are always read"),
+    **dict.fromkeys(("--trust-remote-code",), "code of a model's repository is never run"),
+}
+
+
 class ServeCommand(click.Command):
-    """A command whose help lists the options under the settings' headings."""
+    """A command whose help lists the options under the settings' headings, and which knows flags of other servers."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            # Of a short option with several letters, such as `-ngl`, the error names a letter.
+            names = [arg.partition("=")[0] for arg in (error.option_name, *given)]
+            name = next((name for name in names if name in _FLAGS_OF_OTHERS), None)
+            if name is None:
+                raise
+            raise click.UsageError(f"No such option: {name}. Here {_FLAGS_OF_OTHERS[name]}.", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]

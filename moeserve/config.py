@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -22,6 +23,7 @@ from moeserve.kv_transfer import parse_kv_transfer
 from moeserve.settings.drafts import parse_speculative
 from moeserve.settings.generation import parse_effort_budgets, parse_generation
 from moeserve.settings.kv_events import parse_kv_events
+from moeserve.settings.models import read_model
 from moeserve.settings.quantities import parse_duration, parse_limits, parse_size
 
 # The packaging reads it too. Skip versions 0.18.2 to 0.19: with such a version transformers mistakes the distribution
@@ -120,12 +122,21 @@ _model, _nodes, _memory, _experts, _expert_memory, _http, _operation = (
     for heading in ("Model", "Several nodes", "Memory and scheduling", "Experts", "Expert memory", "HTTP", "Operation")
 )
 
+# Variables that are no settings: of the caches, of kernels, and of the commands that talk to a server.
+_OTHER_VARIABLES = {"ADMIN_KEY", "AGENT_KEY", "CACHE", "CPU_KERNELS", "CLIENTS_DIR", "TEST_CHROMIUM"}
+_SERVICE_LINK = re.compile(r"MOESERVE_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """Every setting of `moeserve serve`."""
 
-    model: str | None = _model(None, "Local directory, hub id, `demo` or `demo-split`; the demo if left out.")
+    model: str | None = _model(
+        None,
+        "Folder, GGUF file, model of the hub (owner/name, or owner/name:Q4_K_M of a repository of GGUF files), `demo` "
+        "or `demo-split`; the demo if left out.",
+        parse=read_model,
+    )
     served_model_name: tuple[str, ...] = _model((), "Name under which clients ask for the model.")
     revision: str | None = _model(None, "Branch, tag or commit of the hub model.")
     offline: bool = _model(False, "Use only files that are already on disk.")
@@ -465,6 +476,8 @@ def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: 
     Raise ConfigError, whose sentence names the flag, variable or file key.
     """
     in_file = _read_toml(file) if file else {}
+    environment = {name: value for name, value in environment.items() if not _is_service_link(name, value)}
+    _refuse_unknown(environment)
     values: dict[str, Any] = {}
     for setting in fields(ServeConfig):
         flag, variable = flags.get(setting.name), environment.get(environment_name(setting))
@@ -476,6 +489,22 @@ def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: 
         elif setting.name in in_file:
             values[setting.name] = _value(setting, in_file[setting.name], f"{setting.name} in {file}")
     return ServeConfig(**values)
+
+
+def _refuse_unknown(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError for a variable that looks like a setting and is none: a key that is misspelt would be none."""
+    known = {setting.name.upper() for setting in fields(ServeConfig)} | _OTHER_VARIABLES
+    for name in sorted(environment):
+        key = name.removeprefix("MOESERVE_")
+        if key != name and key not in known:
+            close = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f"; did you mean MOESERVE_{close[0]}?" if close else "."
+            raise ConfigError(f"{name} in the environment is no setting{hint}")
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Return whether Kubernetes has set a variable, as it does beside a service by the name of `moeserve`."""
+    return _SERVICE_LINK.fullmatch(name) is not None or (name == "MOESERVE_PORT" and value.startswith("tcp://"))
 
 
 def flag_name(setting: Field[Any]) -> str:

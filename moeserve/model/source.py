@@ -88,7 +88,8 @@ def _gguf_folder(path: Path, report: Progress) -> Path:
 
 
 def _no_folder(path: Path) -> str:
-    return f"The link {path} leads to no folder." if path.is_symlink() else f"There is no folder {path}."
+    kind = "file" if path.suffix == ".gguf" else "folder"
+    return f"The link {path} leads to no {kind}." if path.is_symlink() else f"There is no {kind} {path}."
 
 
 def resolve_config(model: str, *, revision: str | None = None, offline: bool = False) -> Path:
@@ -182,6 +183,7 @@ def _is_path(model: str) -> bool:
         or model in ("", ".", "..")
         or model.count("/") > 1
         or model.endswith("/")
+        or (model.endswith(".gguf") and ":" not in model)
         or Path(model).exists()
     )
 

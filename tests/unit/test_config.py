@@ -66,6 +66,12 @@ def test_a_file_gives_native_values_and_sizes_as_text(tmp_path):
         ({"MOESERVE_DTYPE": "int3"}, "MOESERVE_DTYPE: 'int3' is not one of auto, float32, bfloat16, float16"),
         ({"MOESERVE_SHUTDOWN_TIMEOUT": "nan"}, "MOESERVE_SHUTDOWN_TIMEOUT: 'nan' is not a number"),
         ({"MOESERVE_KV_CACHE_MEMORY": "lots"}, "MOESERVE_KV_CACHE_MEMORY: 'lots' is not a size such as 512MiB or 2GB"),
+        ({"MOESERVE_PROT": "1"}, "MOESERVE_PROT in the environment is no setting; did you mean MOESERVE_PORT?"),
+        (
+            {"MOESERVE_API_KEYS": "k"},
+            "MOESERVE_API_KEYS in the environment is no setting; did you mean MOESERVE_API_KEY?",
+        ),
+        ({"MOESERVE_XYZZY": "1"}, "MOESERVE_XYZZY in the environment is no setting."),
         ({"MOESERVE_MODEL": " "}, "MOESERVE_MODEL: ' ' is not a text that is not empty"),
     ],
 )
@@ -73,6 +79,35 @@ def test_a_bad_value_is_refused_with_its_source(environment, sentence):
     with pytest.raises(ConfigError) as caught:
         load_config({}, environment)
     assert str(caught.value) == sentence
+
+
+def test_what_kubernetes_sets_beside_a_service_of_this_name_is_no_setting():
+    links = {"MOESERVE_PORT": "tcp://10.0.0.1:8000", "MOESERVE_SERVICE_HOST": "10.0.0.1", "MOESERVE_SERVICE_PORT": "1"}
+    assert load_config({}, {**links, "MOESERVE_PORT_8000_TCP_ADDR": "10.0.0.1"}) == ServeConfig()
+
+
+@pytest.mark.parametrize(
+    ("given", "model"),
+    [
+        ("https://huggingface.co/owner/name", "owner/name"),
+        ("https://huggingface.co/owner/name/tree/main", "owner/name"),
+        ("hf.co/owner/name:Q4_K_M", "owner/name:Q4_K_M"),
+        ("https://huggingface.co/owner/name/blob/main/a-Q8_0.gguf?download=true", "owner/name:a-Q8_0.gguf"),
+        ("owner/name", "owner/name"),
+        ("./folder", "./folder"),
+        ("demo", "demo"),
+    ],
+)
+def test_links_to_the_hub_are_its_names(given, model):
+    assert load_config({"model": given}, {}).model == model
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [("qwen3:30b-a3b", "a name of Ollama's library"), ("https://x.example/a", "is a link")]
+)
+def test_names_that_others_use_are_refused_with_what_to_write(given, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config({"model": given}, {})
 
 
 @pytest.mark.parametrize(

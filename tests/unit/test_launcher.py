@@ -14,9 +14,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from launcher import preflight
+from launcher.cli import main
 from launcher.console import ProgressDisplay, ready_banner
 from launcher.preflight import LaunchError, gpu_names, is_loopback, open_listener, reachable_address, url, usable_cores
 from launcher.processes import child_environment, decode_status
@@ -46,6 +48,21 @@ def test_progress_keeps_to_one_line_of_a_terminal():
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[?\d]*[a-zA-Z]", "", written.getvalue()).splitlines()]
     assert "700 MiB/766 MiB" in lines[-1]
     assert all(re.fullmatch(r"(read|loading) .*\d:\d\d:\d\d|", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "here"),
+    [
+        ("--ctx-size 4096", "--ctx-size. Here --max-model-len sets the context."),
+        ("-c 4096", "-c. Here --max-model-len sets the context."),
+        ("-ngl 99", "-ngl. Here a model is whole on one device, see --device."),
+        ("-hf owner/name", "-hf. Here MODEL is the first argument."),
+        ("--tensor-parallel-size=2", "--tensor-parallel-size. Here --expert-parallel-size N is for experts."),
+    ],
+)
+def test_flags_of_other_servers_are_refused_with_what_is_here(flags, here):
+    result = CliRunner().invoke(main, ["serve", *flags.split()])
+    assert (result.exit_code, f"Error: No such option: {here}\n" in result.output) == (2, True)
 
 
 def test_the_banner_says_where_how_and_with_what():
