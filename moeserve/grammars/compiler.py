@@ -1,12 +1,9 @@
-"""Grammars by llguidance: a model's tokens as grammars see them, and compiling under limits; for frontend and ranks.
+"""Compiling grammars by llguidance under limits, for frontend and ranks.
 
 The limits count work, not time, so that a grammar fails at the same token on every machine.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -19,27 +16,6 @@ _MAX_SYMBOLS = 200_000
 
 class GrammarError(Exception):
     """A grammar is invalid, exceeds the limits, or cannot be enforced with the model's tokens."""
-
-
-def load_tokens(tokenizer_json: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Return the tokens of a `tokenizer.json`. Takes up to seconds for large vocabularies.
-
-    Raise GrammarError if the file is missing or unreadable, or if it has none of the EOS tokens: a grammar needs one
-    to end.
-    """
-    try:
-        text = tokenizer_json.read_text()
-        try:
-            return LLTokenizer(text, eos_token=list(eos_token_ids))
-        except ValueError:
-            # Some checkpoints name tokens that the tokenizer lacks.
-            size: int = LLTokenizer(text, slices=[]).vocab_size
-            known = [token for token in eos_token_ids if token < size]
-            if not known:
-                raise GrammarError("the model names no token that ends its output") from None
-            return LLTokenizer(text, eos_token=known)
-    except (OSError, ValueError) as error:
-        raise GrammarError(f"the model's tokenizer.json cannot be used: {error}") from None
 
 
 def compile_grammar(tokens: LLTokenizer, grammar: str) -> LLMatcher:

@@ -24,10 +24,11 @@ from queue import Empty, SimpleQueue
 import structlog
 from llguidance import LLMatcher, LLTokenizer
 
-from moeserve.grammars.compiler import GrammarError, compile_grammar, error_of, load_tokens
+from moeserve.grammars.compiler import GrammarError, compile_grammar, error_of
 from moeserve.grammars.layout import Layout, allows
 from moeserve.grammars.queue import Kept, KeptGrammars
 from moeserve.grammars.threads import FairThreads, Job, QuickThreads
+from moeserve.grammars.tokens import load_tokens
 from moeserve.plan import GRAMMAR_FAILED, Request
 
 log = structlog.get_logger(__name__)

@@ -23,8 +23,9 @@ from moeserve.frontend.dialects.formats import ascii_classes, constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
 from moeserve.grammars import masks as grammar_masks
 from moeserve.grammars import threads as grammar_threads
-from moeserve.grammars.compiler import compile_grammar, load_tokens
+from moeserve.grammars.compiler import compile_grammar
 from moeserve.grammars.masks import GrammarMasks, MadeMask
+from moeserve.grammars.tokens import load_tokens
 from moeserve.model.sampler import adjusted_logits, masks_of
 from moeserve.plan import GRAMMAR_FAILED, Chunk, ChunkExtras, FinishReason, Request, SamplingParams, Terms
 from moeserve.scheduling.steps import Steps
@@ -324,6 +325,15 @@ def test_tokens_that_a_grammar_forces_follow_the_drafts_that_it_allows(tmp_path:
         assert all(draft in mask for draft, mask in zip(made.draft_tokens[1:], after, strict=False))
         assert len(after) == len(made.draft_tokens)
         source.close()
+
+
+def test_forced_text_that_spells_a_special_token_is_drafted_as_text(tmp_path: Path) -> None:
+    text = "<|end|><|user|>b"
+    source = GrammarMasks(write_model_dir(tmp_path) / "tokenizer.json", VOCAB_SIZE, [EOS], num_cores=2, most_drafts=40)
+    made = made_of(source, request_of("1", grammar_of("choice", [f"a{text}"]), b"a"))["1"]
+    assert bytes(made.draft_tokens.tolist()) == text.encode()
+    assert (made.num_forced, allowed(made)) == (len(text), [ord("<")])
+    source.close()
 
 
 @pytest.mark.parametrize(

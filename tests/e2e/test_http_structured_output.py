@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.service import Service, descendants, is_alive, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
+from tests.support.tiny_model import SPECIALS
 
 PERSON = {
     "type": "object",
@@ -122,6 +123,36 @@ def test_a_stream_goes_on_beside_many_new_schemas(running: Service) -> None:
         written = re.sub(r"\s", "", text)
         assert written.startswith("{")
         assert whole.startswith(written)
+
+
+@pytest.mark.parametrize("text", SPECIALS)
+def test_a_special_token_in_a_constant_is_text_that_ends_nothing(running: Service, text: str) -> None:
+    said = f"a{text}b"
+    schema = {"type": "object", "properties": {said: {"const": said}}, "required": [said]}
+    for asked, content in [
+        ({"structured_outputs": {"choice": [said]}}, said),
+        ({"guided_regex": re.escape(said)}, said),
+        ({"response_format": json_schema(schema)}, None),
+    ]:
+        choice = chat(running, **asked, logprobs=True, max_tokens=400).json()["choices"][0]
+        written = choice["message"]["content"]
+        assert choice["finish_reason"] == "stop"
+        assert written == content if content else json.loads(written) == {said: said}
+        tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+        assert "".join(tokens[:-1]) == written
+        assert set(tokens[:-1]).isdisjoint(SPECIALS)
+    cut = chat(running, structured_outputs={"choice": [said]}, stop=[text]).json()["choices"][0]
+    assert (cut["message"]["content"], cut["finish_reason"]) == ("a", "stop")
+
+
+def test_a_special_token_in_a_forced_call_is_part_of_its_arguments(running: Service) -> None:
+    value = "".join((*SPECIALS, "</tool_call>"))
+    parameters = {"type": "object", "properties": {"k": {"const": value}}, "required": ["k"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    choice = chat(running, tools=tools, tool_choice="required", max_tokens=4000, parallel_tool_calls=False).json()
+    (call,) = choice["choices"][0]["message"]["tool_calls"]
+    assert choice["choices"][0]["finish_reason"] == "tool_calls"
+    assert json.loads(call["function"]["arguments"]) == {"k": value}
 
 
 def test_an_answer_that_is_cut_says_length(running: Service) -> None:

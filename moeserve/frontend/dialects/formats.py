@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -38,11 +39,14 @@ _ELSEWHERE = frozenset({"anyOf", "$ref", "$dynamicRef"})
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"})
 _OF_OBJECTS = _OPEN | {"properties", "required"}
 
+_NO_IDS: Mapping[str, int] = MappingProxyType({})
 # Levels of JSON in a schema: one schema in another takes up to two.
 _MAX_LEVELS = 4 * limits.MAX_SCHEMA_DEPTH
 
-# Texts, comments and patterns of Lark. In texts and comments a slash begins no pattern.
-_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/((?:\\.|[^/\\\n])+)/')
+# Texts, comments, patterns and named tokens of Lark. In texts and comments a slash begins no pattern.
+_LARK_PARTS = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?P<pattern>(?:\\.|[^/\\\n])+)/|<(?!\[)[^<>\s]+>'
+)
 
 # The name under which a grammar of calls refers to the form of an answer's text.
 ANSWER = "answer"
@@ -269,8 +273,9 @@ class Constraint:
         return _whole(parts)
 
 
-def constraint_of(form: OutputFormat) -> Constraint:
-    """Return the constraint of a form. Raise ApiError for one that is too large or malformed."""
+def constraint_of(form: OutputFormat, ids: Mapping[str, int] = _NO_IDS) -> Constraint:
+    """Return the constraint of a form. ids: of the tokens that a grammar may name, by their text. Raise ApiError for a
+    form that is too large or malformed."""
     where = form.where
     match form.kind:
         case "json_object":
@@ -286,7 +291,7 @@ def constraint_of(form: OutputFormat) -> Constraint:
             _check_size(form.value, where)
             if "::=" in form.value:
                 return Constraint(_whole([{"lark_grammar": ""}]), where, bnf=form.value)
-            return _of_lark(ascii_classes(form.value), where)
+            return _of_lark(_with_token_ids(ascii_classes(form.value), ids, where), where)
         case "structural_tag":
             return _of_lark(_tagged(form.value, where), where)
 
@@ -295,13 +300,26 @@ def ascii_classes(lark: str) -> str:
     """Return a grammar in Lark in whose patterns `\\d`, `\\w` and `\\s` mean ASCII, as in a schema's `pattern`."""
 
     def replaced(found: re.Match[str]) -> str:
-        pattern = found[1]
+        pattern = found["pattern"]
         return found[0] if pattern is None else f"/{_ascii(pattern)}/"
 
     return _LARK_PARTS.sub(replaced, lark)
 
 
-def of_calls(lark: str, form: OutputFormat | None) -> Constraint:
+def _with_token_ids(lark: str, ids: Mapping[str, int], where: str) -> str:
+    """Return a grammar in Lark that names tokens by id (`grammars.tokens` hides their texts). Raise ApiError."""
+
+    def replaced(found: re.Match[str]) -> str:
+        if not found[0].startswith("<"):
+            return found[0]
+        if found[0] not in ids:
+            raise invalid(f"`{where}` names the token {found[0][:60]}, which this model lacks", where)
+        return f"<[{ids[found[0]]}]>"
+
+    return _LARK_PARTS.sub(replaced, lark)
+
+
+def of_calls(lark: str, form: OutputFormat | None, ids: Mapping[str, int] = _NO_IDS) -> Constraint:
     """Return the constraint of a grammar of tool calls, in which `@answer` is a text of a form. Raise ApiError."""
     if len(lark) > limits.MAX_CALLS_GRAMMAR_CHARS:
         raise invalid(
@@ -310,7 +328,7 @@ def of_calls(lark: str, form: OutputFormat | None) -> Constraint:
     calls = {"lark_grammar": lark}
     if form is None:
         return Constraint(_whole([calls]), "tools")
-    answer = constraint_of(form)
+    answer = constraint_of(form, ids)
     (part,) = msgspec.json.decode(answer.grammar)["grammars"]
     where = "tools" if answer.bnf is None else answer.where
     return Constraint(_whole([calls, {"name": ANSWER, **part}]), where, bnf=answer.bnf)

@@ -43,8 +43,9 @@ from moeserve.frontend.prepare.messages import (
 )
 from moeserve.frontend.prepare.templates import ChatTemplate, guard_prompt
 from moeserve.frontend.text import NO_IDS, PieceMemory, PromptText, TextTokenizer, decode_prompt, prompt_tail
-from moeserve.grammars.compiler import GrammarError, error_in, load_tokens
+from moeserve.grammars.compiler import GrammarError, error_in
 from moeserve.grammars.schemas import find_error
+from moeserve.grammars.tokens import load_tokens
 from moeserve.plan import CacheWish, SamplingParams
 
 _KEPT_VERDICTS = 256
@@ -297,11 +298,11 @@ class Preparer:
 
     def _constraint(self, request: GenerateRequest, prompt: array[int]) -> Constraint | None:
         """Return the grammar that the request's format, its tools or the model's reasoning need, if any."""
-        tail = prompt_tail(self._tokenizer, prompt)
-        calls = self._shape.grammar(request, tail, self._tokenizer.added_ids)
+        tail, ids = prompt_tail(self._tokenizer, prompt), self._tokenizer.added_ids
+        calls = self._shape.grammar(request, tail, ids)
         if calls is not None:
-            return of_calls(calls, request.output_format)
-        return None if request.output_format is None else constraint_of(request.output_format)
+            return of_calls(calls, request.output_format, ids)
+        return None if request.output_format is None else constraint_of(request.output_format, ids)
 
     def _shown(
         self, request: GenerateRequest, prompt: ChatPrompt | str | list[int], token_ids: array[int]

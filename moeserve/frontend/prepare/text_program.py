@@ -46,7 +46,8 @@ from moeserve.frontend.prepare.messages import (
 from moeserve.frontend.prepare.prepare import Preparer, make_programs
 from moeserve.frontend.prepare.templates import ChatTemplate, load_chat_template, read_sources
 from moeserve.frontend.text import TextTokenizer
-from moeserve.grammars.compiler import GrammarError, load_tokens
+from moeserve.grammars.compiler import GrammarError
+from moeserve.grammars.tokens import load_tokens
 from moeserve.model.spec import ModelError
 
 CPU_SECONDS = struct.Struct("d")
