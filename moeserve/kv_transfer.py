@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
+from math import ceil
 from typing import Any
 
 from moeserve.settings.objects import read_object
@@ -173,7 +174,7 @@ class TicketOffice:
             request_id=secrets.token_hex(16),
             num_blocks=num_blocks,
             prompt=self._digest(tokens, num_blocks),
-            use_by=int(self._clock() + self.lease_s) + 1,
+            use_by=ceil(min(self._clock() + self.lease_s, _MAX_SECONDS)),
         )
         return replace(ticket, signature=self._sign(ticket))
 

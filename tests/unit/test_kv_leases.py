@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from array import array
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from moeserve.kv_transfer import KvTicket, TicketOffice, parse_kv_transfer, read_params
-from moeserve.plan import Request, SamplingParams
+from moeserve.plan import DEFAULT_TERMS, Request, SamplingParams
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvFetches, KvOffers
 from radix_cache import PrefixCache
 from tests.support.cache_invariants import check_invariants
 from tests.support.parameters import first
+from tests.support.scheduler_simulation import Simulation
 
 SIZE = 4
 OFFICE = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5, lease_s=10.0)
@@ -37,6 +39,13 @@ def test_a_ticket_survives_its_json_and_serves_its_tokens_alone() -> None:
     assert OFFICE.why_unusable(replace(ticket, signature="é"), tokens) == "foreign"
     assert TicketOffice(b"k" * 40, "g", SIZE, "h", 1, lease_s=10.0).why_unusable(ticket, tokens) == "fingerprint"
     assert TicketOffice(b"o" * 40, "f", SIZE, "h", 1, lease_s=10.0).why_unusable(ticket, tokens) == "foreign"
+
+
+def test_a_ticket_without_end_survives_its_json() -> None:
+    office = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5, lease_s=inf)
+    _, ticket = read_params(office.issue(tokens_of(1), 5).params())
+    assert ticket is not None
+    assert office.why_unusable(ticket, tokens_of(1)) is None
 
 
 @pytest.mark.parametrize(
@@ -280,3 +289,35 @@ def test_prompts_that_begin_alike_hold_their_common_blocks_once() -> None:
         tickets.append(offers.make(request_of(number, tokens), 0.0))
     assert all(ticket is not None and offers.blocks(ticket.request_id) for ticket in tickets)
     assert offers.num_held == 14 + 5
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seed", first(4, range(30)))
+def test_all_requests_end_while_tickets_of_several_accounts_hold_much_of_a_scarce_memory(seed: int, depth: int) -> None:
+    draw = random.Random(seed)
+    office = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5, lease_s=inf)
+    simulation = Simulation(
+        num_blocks=16, block_size=SIZE, budget=7, max_num_seqs=4, depth=depth, run_ahead=depth > 0, office=office
+    )
+    scheduler = simulation.scheduler
+    assert scheduler.transfer is not None
+    offers, tickets = scheduler.transfer.offers, set[str]()
+    for number in range(20):
+        prompt, account = [draw.randrange(3) for _ in range(draw.randint(3, 34))], draw.choice("abc")
+        sampling = SamplingParams(max_tokens=draw.randint(1, 12), seed=number)
+        terms = replace(DEFAULT_TERMS, tenant=account)
+        is_offered = draw.random() < 0.6
+        simulation.add(f"r{number}", prompt, sampling, namespace=account, terms=terms, offers_kv=is_offered)
+    while not scheduler.is_idle:
+        simulation.step()
+        ended = [record.request for record in simulation.records.values() if record.request.offered is not None]
+        tickets = {request.offered.request_id for request in ended if request.offered is not None}
+        if tickets and draw.random() < 0.1:
+            scheduler.record_fetched(draw.choice(sorted(tickets)), is_last=True)
+        scheduler.expire_offers()
+        check_invariants(simulation.cache)
+        assert offers.num_held <= 8
+    for ticket_id in tickets:
+        offers.record_fetch(ticket_id, 0.0, is_last=True)
+    assert offers.num_held == 0
+    simulation.check_all_done()
