@@ -68,7 +68,7 @@ def _renamed(model: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     vocab, merges = model["vocab"], model.get("merges")
     if isinstance(vocab, list):  # of pairs of a piece and its score
         return model | {"vocab": [[names.get(piece, piece), score] for piece, score in vocab]}
-    changed = {"vocab": {names.get(text, text): token for text, token in vocab.items()}}
+    changed: dict[str, Any] = {"vocab": {names.get(text, text): token for text, token in vocab.items()}}
     if model.get("unk_token") in names:
         changed["unk_token"] = names[model["unk_token"]]
     if merges and not names.keys().isdisjoint(vocab):

@@ -61,7 +61,7 @@ def in_vocabulary() -> Tokenizer:
 
 def byte_fallback() -> Tokenizer:
     """Return a tokenizer as Mixtral's, of SentencePiece."""
-    letters = "\u2581abcdefghijklmnopqrstuvwxyz<>|/_[]{}\":,AEILOSTC"
+    letters = '\u2581abcdefghijklmnopqrstuvwxyz<>|/_[]{}":,AEILOSTC'
     tokens = [*ADDED[:-1], *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     tokens += [left + right for left, right in MERGES]
     vocab = {text: number for number, text in enumerate(dict.fromkeys(tokens))}
@@ -87,7 +87,7 @@ class Model:
         """Return the tokens of an answer without EOS."""
         matcher = compile_grammar(self.tokens, constraint.grammar)
         written, left = list[int](), wanted.encode()
-        while not (allowed := self._allowed(matcher)) == [self.eos]:
+        while (allowed := self._allowed(matcher)) != [self.eos]:
             special = self.special_ids.intersection(allowed)
             fitting = [token for token in allowed if left.startswith(self.tokens.decode_bytes([token]))]
             token = min(special) if special else max(fitting, key=lambda one: len(self.tokens.decode_bytes([one])))

@@ -44,9 +44,7 @@ _NO_IDS: Mapping[str, int] = MappingProxyType({})
 _MAX_LEVELS = 4 * limits.MAX_SCHEMA_DEPTH
 
 # Texts, comments, patterns and named tokens of Lark. In texts and comments a slash begins no pattern.
-_LARK_PARTS = re.compile(
-    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?P<pattern>(?:\\.|[^/\\\n])+)/|<(?!\[)[^<>\s]+>'
-)
+_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?P<pattern>(?:\\.|[^/\\\n])+)/|<(?!\[)[^<>\s]+>')
 
 # The name under which a grammar of calls refers to the form of an answer's text.
 ANSWER = "answer"
