@@ -143,6 +143,9 @@ class Thought:
 
     def __init__(self, form: ThoughtForm, is_open: bool) -> None:
         self.num_tokens = 0
+        self._num_pushed = 0
+        # The token with which the thought begins, and the tokens inside earlier ones.
+        self._begin = self._num_before = 0
         self._form = form
         self._stage = _Stage.BEFORE
         self._searches = [_Search(form.opening)]
@@ -163,8 +166,15 @@ class Thought:
         """The last tokens, as far as they begin the first end marker."""
         return self._searches[0].pending if self.is_open else []
 
+    def cut(self, place: int) -> None:
+        """End the last thought before token `place` of the answer: a call, found later, begins there."""
+        self.num_tokens = self._num_before + max(0, place - self._begin)
+        if self._stage is _Stage.INSIDE:
+            self._enter(_Stage.OVER if self._form.only_first else _Stage.BEFORE, (self._form.opening,))
+
     def push(self, token_id: int) -> None:
         """Take the next token of the answer."""
+        self._num_pushed += 1
         if self._stage is _Stage.OVER:
             return
         if self._stage is _Stage.INSIDE:
@@ -191,6 +201,8 @@ class Thought:
             self._searches[0].push(token_id)
 
     def _enter(self, stage: _Stage, markers: Iterable[Marker]) -> None:
+        if stage is _Stage.INSIDE:
+            self._begin, self._num_before = self._num_pushed, self.num_tokens
         self._stage = stage
         self._searches = [_Search(marker) for marker in markers]
 

@@ -187,6 +187,8 @@ def test_reasoning_comes_first_where_the_model_reasons(special: bool) -> None:
     for start, said, allowed in (
         ("reasoning", f"hm, </thin\n</think>\n\n{calls}", True),
         ("reasoning", calls, False),
+        # The parser would take it for a call that nothing held to its schema.
+        ("reasoning", f"hm <tool_call>{CALL}\n</think>\n\n{calls}", False),
         ("answer", f"<think>\nhm\n</think>\n\n{calls}", True),
         ("answer", calls, True),
         ("text", calls, True),

@@ -231,6 +231,17 @@ def test_reasoning_text_and_calls_are_told_apart_and_counted() -> None:
     assert answer.usage.reasoning_tokens == len("hm")
 
 
+@pytest.mark.parametrize(("start", "begin"), [([1], "<think>"), (list(b"<think>"), "")])
+def test_the_tokens_of_a_call_inside_a_thought_are_no_reasoning(start: list[int], begin: str) -> None:
+    for end in ("", "</think>\n\n"):
+        whole, answer = answer_of(f"{begin}h\u00e9.\n{CALL}{end}", THINKER, start, tools=WEATHER)
+        assert (whole.reasoning, whole.text, whole.finish_reason) == ("h\u00e9.", "", "tool_calls")
+        assert [(call.name, call.arguments) for call in whole.calls] == [("weather", '{"a": 1}')]
+        assert answer.usage.reasoning_tokens == len("h\u00e9.\n".encode())
+    whole, answer = answer_of(f"{begin}{CALL} maybe</think>Yes", THINKER, start, tools=WEATHER)
+    assert (whole.text, answer.usage.reasoning_tokens) == ("Yes", len(f"{CALL} maybe"))
+
+
 def test_an_answer_cut_by_length_says_so_even_with_a_call() -> None:
     assert answer_of(CALL, THINKER, end="length", tools=WEATHER)[0].finish_reason == "length"
 

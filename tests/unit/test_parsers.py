@@ -14,55 +14,11 @@ from hypothesis import strategies as st
 
 from moeserve.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from moeserve.frontend.dialects.internal import ToolCallPart
-from moeserve.frontend.parsers.calls import typed
 from moeserve.frontend.parsers.families import CALLS, REASONING, choose_shape
 from moeserve.frontend.parsers.feed import CallIds, Feed, JsonScan, Markers, Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from tests.support.examples import examples
-
-SCHEMAS: dict[str, dict[str, Any] | None] = {
-    "get_weather": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "units": {"enum": ["c", "f"]}},
-    },
-    "send": {"type": "object", "properties": {"to": {"type": "array"}, "body": {"type": ["string", "null"]}}},
-}
-
-Call = tuple[str, Any]
-
-
-def parser(family: str, reasoning: str = "none", start: Start = "answer", **options: Any) -> OutputParser:
-    ids = (f"id{number}" for number in itertools.count())
-    return OutputParser(
-        reasoning=REASONING.get(reasoning),
-        calls=CALLS.get(family),
-        is_harmony="harmony" in (family, reasoning),
-        start=start,
-        schemas=SCHEMAS,
-        new_id=lambda: next(ids),
-        **options,
-    )
-
-
-def parse(pieces: list[str], *arguments: Any, **options: Any) -> Parsed:
-    """All parts of a text that comes in pieces, calls joined."""
-    reader = parser(*arguments, **options)
-    whole = Parsed()
-    for parsed in [*map(reader.push, pieces), reader.finish()]:
-        whole.reasoning += parsed.reasoning
-        whole.text += parsed.text
-        for part in parsed.calls:
-            if part.name:
-                assert part.place == len(whole.calls)
-                whole.calls.append(ToolCallPart(part.place, part.arguments, part.call_id, part.name))
-            else:
-                whole.calls[part.place].arguments += part.arguments
-    return whole
-
-
-def calls_of(parsed: Parsed) -> list[Call]:
-    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
-
+from tests.support.parsing import SCHEMAS, calls_of, parse, parse_cut, parser
 
 PARIS = ("get_weather", {"city": "Paris", "days": 2})
 ROME = ("get_weather", {"city": "Rome", "days": 1})
@@ -122,7 +78,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("family", CALLS)
 def test_each_family_says_something_and_makes_two_calls(family: str) -> None:
-    parsed = parse([ANSWERS[family]], family)
+    parsed = parse_cut(ANSWERS[family], family)
     assert parsed.text == "I look."
     assert calls_of(parsed) == [PARIS, ROME]
 
@@ -142,6 +98,33 @@ OLDER_FORMS = [
     ),
     ("llama3", '{"type": "function", "name": "get_weather", "parameters": {"city": "Rome", "days": 1}}'),
     (
+        "llama3",
+        '<|python_tag|>{"type": "function", "function": {"name": "get_weather", '
+        '"parameters": {"city": "Rome", "days": 1}}}',
+    ),
+    ("mistral", '[TOOL_CALLS][TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}]'),
+    ("mistral", '[TOOL_CALLS] \n[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 1}'),
+    ("granite", '<tool_call>[{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}]'),
+    ("granite", '<tool_call>[{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}]</tool_call>'),
+    (
+        "hermes",
+        '<tool_call>\n```json\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}\n```\n</tool_call>',
+    ),
+    (
+        "kimi",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather<|tool_call_argument_begin|>"
+        '{"city": "Rome", "days": 1}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
+    (
+        "kimi",
+        '<|tool_call_begin|>get_weather.0<|tool_call_argument_begin|>{"city": "Rome", "days": 1}<|tool_call_end|>',
+    ),
+    (
+        "harmony",
+        '<|channel|>commentary to=functions.get_weatherjson<|message|>{"city": "Rome", "days": 1}<|call|>',
+    ),
+    ("harmony", '<|channel|>commentary to=functions.get_weather json {"city": "Rome", "days": 1}<|call|>'),
+    (
         "qwen3-coder",
         "<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n1\n</parameter>\n</function>\n"
         "</tool_call>",
@@ -158,7 +141,7 @@ OLDER_FORMS = [
 
 @pytest.mark.parametrize(("family", "text"), OLDER_FORMS)
 def test_other_forms_of_a_family_are_known(family: str, text: str) -> None:
-    parsed = parse([text], family)
+    parsed = parse_cut(text, family)
     assert (parsed.text, calls_of(parsed)) == ("", [ROME])
 
 
@@ -168,23 +151,32 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"name": "get_w'),
     ("hermes", "a </tool_call> b"),
     ("qwen3-coder", "<tool_call>\nno function</tool_call>"),
-    ("qwen3-coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"),
+    ("qwen3-coder", "<tool_call>\n<function=get_weather>\n<parameter=days>\n1"),
+    ("qwen3-coder", "<tool_call>\n<function=broken</function>\n</tool_call>"),
+    ("qwen3-coder", "<tool_call>\n<function=get weather>\n</function>\n</tool_call>"),
     ("qwen3-coder", "The tag <function=main> begins it."),
     ("glm", "<tool_call>is what I would write</tool_call>"),
-    ("glm", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par"),
+    ("glm", "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>1"),
+    ("glm", "<tool_call>get_weather<tool_sep></tool_call>"),
+    ("hermes", '<tool_call>{"name": "get weather<", "arguments": {}}</tool_call>'),
+    ("deepseek", "<｜tool▁call▁begin｜>get weather<｜tool▁sep｜>{}"),
+    ("kimi", "<|tool_call_begin|>functions.<x>:0<|tool_call_argument_begin|>{}"),
     ("minimax", "<minimax:tool_call> is a tag"),
     ("llama3", '{"name": "unknown", "parameters": {}}'),
     ("llama3", '{"answer": 5}'),
     ("llama3", " { not JSON"),
+    ("llama3", 'So: {"type": "object", "name": "unknown", "parameters": {}} {"name": "send"'),
+    ("llama3", 'So: {"city": {"name": "get_weather", "parameters": {}}}'),
     ("mistral", "[TOOL_CALLS]not a name"),
     ("mistral", "[TOOL_CALLS]"),
+    ("mistral", "[TOOL_CALLS]<x>[ARGS]{}"),
     ("none", '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'),
 ]
 
 
 @pytest.mark.parametrize(("family", "text"), NO_CALLS)
 def test_what_is_no_call_stays_visible_as_it_is(family: str, text: str) -> None:
-    assert parse([text], family) == Parsed(text=text)
+    assert parse_cut(text, family) == Parsed(text=text)
 
 
 @pytest.mark.parametrize("family", ["mistral", "kimi", "llama3"])
@@ -210,6 +202,25 @@ def test_broken_arguments_are_given_as_they_are(family: str, text: str, argument
     parsed = parse([text], family)
     assert [(call.name, call.arguments) for call in parsed.calls] == [("send", arguments)]
     assert parsed.text == ""
+
+
+def test_llamas_calls_may_stand_behind_prose() -> None:
+    said = 'Here: {"name": "get_weather", "parameters": {"city": "Rome", "days": 1}} and {"x": 1}.'
+    parsed = parse_cut(said, "llama3")
+    assert (parsed.text, calls_of(parsed)) == ('Here:  and {"x": 1}.', [ROME])
+
+
+def test_what_is_no_name_hides_no_call_behind_it() -> None:
+    said = "<tool_call>\n<function=broken</function>\n</tool_call>\n"
+    parsed = parse_cut(said + ANSWERS["qwen3-coder"].removeprefix("I look.\n\n"), "qwen3-coder")
+    assert (parsed.text, calls_of(parsed)) == (said.rstrip(), [PARIS, ROME])
+
+
+def test_kimis_calls_without_a_number_have_ids_of_their_own() -> None:
+    said = "<|tool_call_begin|>functions.send<|tool_call_argument_begin|>{}<|tool_call_end|>" * 2
+    assert [(call.call_id, call.name) for call in parse_cut(said, "kimi").calls] == [("id0", "send"), ("id1", "send")]
+    (call,) = parse_cut("<|tool_call_begin|>functions.other.0<|tool_call_argument_begin|>{}", "kimi").calls
+    assert call.name == "other"
 
 
 def test_a_broken_call_does_not_hide_the_next() -> None:
@@ -265,6 +276,20 @@ def test_white_space_between_two_pieces_of_text_stays() -> None:
 def test_a_header_that_was_cut_is_no_text() -> None:
     text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.send<|channel|>commentary"
     assert parse([text], "harmony", "harmony") == Parsed("hm", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "said"),
+    [
+        ('<|channel|>final {"answer": "hi"}<|return|>', "", '{"answer": "hi"}'),
+        ("<|channel|>analysis hm<|end|><|start|>assistant<|channel|>final so", "hm", "so"),
+        ("No header<|return|>", "", "No header"),
+        ("<|channel|>fin", "", ""),
+        ("<|channel|>commentary to=functions.send js", "", ""),
+    ],
+)
+def test_a_message_whose_header_does_not_end_is_kept(text: str, reasoning: str, said: str) -> None:
+    assert parse_cut(text, "harmony", "harmony") == Parsed(reasoning, said)
 
 
 def test_calls_without_arguments_have_an_empty_object() -> None:
@@ -381,23 +406,17 @@ PIECES = st.one_of(
     st.sampled_from(sorted(CALLS)),
     st.sampled_from(["none", *REASONING]),
     st.sampled_from(["answer", "reasoning", "text"]),
+    st.booleans(),
 )
 def test_parts_do_not_depend_on_how_the_text_is_cut(
-    text: str, cuts: list[int], family: str, reasoning: str, start: Start
+    text: str, cuts: list[int], family: str, reasoning: str, start: Start, are_tokens: bool
 ) -> None:
+    tokens = CALLS[family].opens if are_tokens else ()
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     pieces = [text[begin:end] for begin, end in itertools.pairwise(places)]
-    whole = parse([text], family, reasoning, start)
-    assert parse(pieces, family, reasoning, start) == whole
-    assert parse(list(text), family, reasoning, start) == whole
-
-
-@pytest.mark.parametrize("family", CALLS)
-def test_every_cut_of_a_families_answer_gives_the_same(family: str) -> None:
-    text = ANSWERS[family]
-    whole = parse([text], family)
-    for cut in range(len(text)):
-        assert parse([text[:cut], text[cut:]], family) == whole
+    whole = parse([text], family, reasoning, start, tokens=tokens)
+    assert parse(pieces, family, reasoning, start, tokens=tokens) == whole
+    assert parse(text, family, reasoning, start, tokens=tokens) == whole
 
 
 @pytest.mark.parametrize("family", CALLS)
@@ -424,7 +443,7 @@ def test_work_grows_with_the_text_and_not_faster(family: str, filler: str, monke
 
 
 def test_markers_that_could_hide_each_other_are_refused() -> None:
-    for texts in (("<a>", "<a>b"), ("ab", "ba"), ("<<",)):
+    for texts in (("<a>", "<a>b"), ("a<b>c", "<b>")):
         with pytest.raises(ValueError, match="marker"):
             Markers(*texts)
 
@@ -453,31 +472,6 @@ def test_what_is_no_json_is_noticed(text: str) -> None:
     scan = JsonScan()
     scan.scan(text, ended=True)
     assert scan.broken
-
-
-@pytest.mark.parametrize(
-    ("value", "schema", "result"),
-    [
-        ("5", {"type": "string"}, "5"),
-        ("5", {"type": "integer"}, 5),
-        ("5", {}, 5),
-        ("five", {"type": "integer"}, "five"),
-        ("null", {"type": ["string", "null"]}, None),
-        ("nil", {"type": ["string", "null"]}, "nil"),
-        ("true", {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, True),
-        ("True", {"type": "boolean"}, True),
-        ("1", {"type": "boolean"}, 1),
-        ("[1, 2]", {"type": "array"}, [1, 2]),
-        ("1", {"enum": ["1", "2"]}, "1"),
-        ('"quoted"', {}, '"quoted"'),
-        ("a\nb", None, "a\nb"),
-        ("5", {"type": 7, "anyOf": 3, "enum": 4}, 5),
-    ],
-)
-def test_the_schema_decides_the_type_of_a_tagged_value(value: str, schema: Any, result: Any) -> None:
-    found = typed(value, {"properties": {"x": schema}}, "x")
-    assert found == result
-    assert type(found) is type(result)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ThoughtOptions, Tool
-from moeserve.frontend.parsers.families import REASONING, OutputShape, Thoughts
+from moeserve.frontend.parsers.families import CALLS, REASONING, OutputShape, Thoughts
 from moeserve.frontend.parsers.feed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from moeserve.frontend.text import TextTokenizer
@@ -74,9 +75,29 @@ def test_a_text_ends_inside_a_thought_of_harmony_or_not(prompt: str, start: Star
 
 def test_a_call_ends_a_thought_where_the_parser_says_so() -> None:
     text = "<think>hm<|tool_calls_section_begin|>x</think>"
-    kimi = OutputShape("kimi", "think")
-    assert count(text, kimi, tools=(Tool("t"),)) == 2
-    assert count(text, kimi) == len("hm<|tool_calls_section_begin|>x")
+    for called_at, expected in ((None, len("hm<|tool_calls_section_begin|>x")), (len("<think>hm"), 2)):
+        thought = Thoughts(TOKENIZER, THINKER, ServeConfig()).follow(request(), "answer")
+        assert thought is not None
+        for byte in text.encode():
+            thought.push(byte)
+        if called_at is not None:
+            thought.cut(called_at)
+        assert (thought.num_tokens, thought.is_open) == (expected, False)
+
+
+@pytest.mark.parametrize(("family", "is_token"), [("hermes", True), ("hermes", False), ("kimi", False)])
+def test_a_budget_ends_with_the_marker_of_a_call_that_may_end_the_thought(family: str, is_token: bool) -> None:
+    """An end that is forced inside a call would break it."""
+    tokenizer = byte_tokenizer()
+    marker = CALLS[family].opens[0]
+    if is_token:
+        tokenizer.add_tokens([AddedToken(marker, normalized=False)])
+    thoughts = Thoughts(TextTokenizer(tokenizer), OutputShape(family, "think"), ServeConfig(reasoning_budget=40))
+    for tools, ends in (((Tool("t"),), is_token or family == "kimi"), ((), False)):
+        budget = thoughts.budget(request(tools=tools), "reasoning")
+        assert budget is not None
+        followed = BudgetedThought(budget, tokenizer.encode(f"hm{marker}{'x' * 40}", add_special_tokens=False).ids[:40])
+        assert (followed.due == ()) is ends
 
 
 def test_every_message_in_the_analysis_channel_is_a_thought_unless_it_is_a_call() -> None:

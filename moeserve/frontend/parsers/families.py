@@ -14,7 +14,8 @@ with the parser (`parser.py`) on where a thought begins and ends, however tokens
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,16 +25,11 @@ from moeserve.config import ServeConfig
 from moeserve.frontend.dialects.formats import ANSWER, closed, enforceable
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, Tool
 from moeserve.frontend.errors import invalid
-from moeserve.frontend.parsers.calls import CallShape, GlmCalls, JsonCalls, MarkedCalls, MistralCalls, TaggedCalls
-from moeserve.frontend.parsers.parser import (
-    HARMONY_BODY_ENDS,
-    HARMONY_MARKERS,
-    HARMONY_THOUGHT,
-    OutputParser,
-    Reasoning,
-    Start,
-    ends_in_thought,
-)
+from moeserve.frontend.parsers.calls import CallShape, JsonCalls, MarkedCalls, MistralCalls
+from moeserve.frontend.parsers.harmony import HARMONY_BODY_ENDS, HARMONY_MARKERS, HARMONY_THOUGHT, ends_in_thought
+from moeserve.frontend.parsers.parser import OutputParser, Start
+from moeserve.frontend.parsers.reasoning import Reasoning
+from moeserve.frontend.parsers.tagged import Layout, TaggedCalls
 from moeserve.frontend.text import TextTokenizer
 from moeserve.model.files import read_json
 from moeserve.settings.generation import parse_effort_budgets
@@ -83,14 +79,22 @@ class Rules:
     def marker(self, text: str) -> str:
         return f"<[{self._ids[text]}]>" if text in self._ids else literal(text)
 
-    def until(self, marker: str) -> str:
-        """Return the expression for any text and the marker after it."""
-        if marker in self._ids:
-            return f"{self.add(_ANY_TEXT)} {self.marker(marker)}"
-        return self.add(_ANY_TEXT, f"[suffix={literal(marker)}]")
+    def until(self, marker: str, without: Iterable[str] = ()) -> str:
+        """Return the expression for any text that holds none of some texts, and the marker after it."""
+        text = " & ".join([_ANY_TEXT, *(f"~/(?s:.*{_escaped(other)}.*)/" for other in without)])
+        if marker not in self._ids:
+            return self.add(text, f"[suffix={literal(marker)}]")
+        name = f"T{len(self._lines)}"
+        self._lines.append(f"{name}: {text}")
+        return f"{name} {self.marker(marker)}"
 
     def source(self, start: str) -> str:
         return "\n".join([f"start: {start}", *self._lines]) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Return a pattern for a text inside slashes."""
+    return re.escape(text).replace("/", "\\/")
 
 
 def literal(text: str) -> str:
@@ -146,14 +150,15 @@ def call_grammar(
         body = whole if forced or calls is None else _text_or(rules, calls)
     else:
         body = f"{whole} | {text}" if whole else text
-    before = _reasoning(rules, start, reasoning)
+    before = _reasoning(rules, start, reasoning, CALLS[family.removesuffix("-fenced")].opens if tools else ())
     return rules.source(f"{before} {rules.add(body)}")
 
 
-def _reasoning(rules: Rules, start: Start, reasoning: Reasoning | None) -> str:
+def _reasoning(rules: Rules, start: Start, reasoning: Reasoning | None, opens: Iterable[str]) -> str:
+    """opens: markers that may begin a call inside reasoning, where no grammar would hold it."""
     if reasoning is None or start == "text":
         return ""
-    rest = f"{rules.until(reasoning.end)} {rules.add(_LINE_BREAKS)}"
+    rest = f"{rules.until(reasoning.end, opens)} {rules.add(_LINE_BREAKS)}"
     return rest if start == "reasoning" else f"({rules.marker(reasoning.begin)} {rest})?"
 
 
@@ -339,23 +344,33 @@ GRAMMARS: Mapping[str, CallRules] = {
 CALLS: Mapping[str, CallShape] = {
     "hermes": JsonCalls("<tool_call>", close="</tool_call>"),
     "qwen3-coder": TaggedCalls(
-        region=("<tool_call>", "</tool_call>"),
-        call=("<function=", "</function>"),
-        parameter=("<parameter=", "</parameter>"),
+        Layout(
+            region=("<tool_call>\n", "</tool_call>"),
+            call=("<function=", ">\n", "</function>\n"),
+            argument=("<parameter=", ">\n", "\n</parameter>\n"),
+        )
     ),
     "mistral": MistralCalls(),
     "deepseek": _DEEPSEEK,
-    "glm": GlmCalls(),
+    "glm": TaggedCalls(
+        Layout(
+            region=("", ""),
+            call=("<tool_call>", "\n", "</tool_call>"),
+            argument=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        )
+    ),
     "kimi": _KIMI,
     "minimax": TaggedCalls(
-        region=("<minimax:tool_call>", "</minimax:tool_call>"),
-        call=("<invoke name=", "</invoke>"),
-        parameter=("<parameter name=", "</parameter>"),
+        Layout(
+            region=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+            call=('<invoke name="', '">\n', "</invoke>\n"),
+            argument=('<parameter name="', '">', "</parameter>\n"),
+        )
     ),
     # Harmony reads calls itself; these are the markers of its calls, for callers that ask for markers.
     "harmony": JsonCalls(*HARMONY_MARKERS),
     "llama3": JsonCalls("<|python_tag|>", is_bare=True),
-    "granite": JsonCalls("<|tool_call|>"),
+    "granite": JsonCalls("<|tool_call|>", "<tool_call>", close="</tool_call>"),
 }
 REASONING: Mapping[str, Reasoning] = {
     "think": Reasoning("<think>", "</think>"),
@@ -442,17 +457,17 @@ class OutputShape:
         return "reasoning" if text.rfind(reasoning.begin) > text.rfind(reasoning.end) else "answer"
 
     def parser(
-        self, request: GenerateRequest, start: Start, special_texts: Collection[str], new_id: Callable[[], str]
+        self, request: GenerateRequest, start: Start, tokenizer: TextTokenizer, new_id: Callable[[], str]
     ) -> OutputParser:
-        """Return a parser for one choice. special_texts: of the tokenizer's special tokens. new_id: makes ids of
-        calls."""
+        """Return a parser for one choice. new_id: makes ids of calls."""
         return OutputParser(
             reasoning=REASONING.get(self.reasoning),
             calls=CALLS.get(self.calls) if self.looks_for_calls(request) else None,
             is_harmony=self.is_harmony,
             start=start,
             schemas={tool.name: tool.parameters for tool in request.tools},
-            hidden=self.markers.intersection(special_texts),
+            hidden=self.markers.intersection(tokenizer.special_texts),
+            tokens=tokenizer.added_ids.keys(),
             parallel=request.parallel_tool_calls,
             new_id=new_id,
         )
@@ -545,7 +560,7 @@ class Thoughts:
         self._of_efforts = parse_effort_budgets(config.reasoning_effort_budgets)
         self._closing: tuple[int, ...] = ()
         self._closing_again: tuple[int, ...] = ()
-        # By whether the answer is searched for calls, which may end a thought.
+        # By whether calls end thoughts, too.
         self._forms: dict[bool, ThoughtForm] = {}
         reasoning = REASONING.get(shape.reasoning)
         if reasoning is None:
@@ -557,21 +572,29 @@ class Thoughts:
         self._closing = (*tokenizer.encode(message, add_special_tokens=False), *self._closing_again)
 
     def follow(self, request: GenerateRequest, start: Start) -> Thought | None:
-        """Return the counter of the thoughts of one choice, None where there are none. start: where the prompt ends."""
-        form = self._form(request, start)
+        """Return the counter of the thoughts of one choice, None where there are none. start: where the prompt ends.
+
+        A parser tells it of calls that end thoughts (`Thought.cut`).
+        """
+        form = self._form(request, start, calls_end=False)
         return None if form is None else Thought(form, start == "reasoning")
 
     def budget(self, request: GenerateRequest, start: Start) -> ThoughtBudget | None:
-        """Return the bound for the thoughts of each choice, None where there is none."""
-        form, max_tokens = self._form(request, start), self._max_tokens(request)
+        """Return the bound for the thoughts of each choice, None where there is none.
+
+        A token that begins calls ends the bounded thought, whether or not a call follows: an end that is forced inside
+        a call would break it.
+        """
+        form = self._form(request, start, calls_end=self._shape.looks_for_calls(request))
+        max_tokens = self._max_tokens(request)
         if form is None or max_tokens < 0:
             return None
         return ThoughtBudget(form, max_tokens, self._closing, self._closing_again, start == "reasoning")
 
-    def _form(self, request: GenerateRequest, start: Start) -> ThoughtForm | None:
+    def _form(self, request: GenerateRequest, start: Start, *, calls_end: bool) -> ThoughtForm | None:
         if not self._shape.thinks(request) or (start == "text" and not self._shape.is_harmony):
             return None
-        return self._forms[self._shape.looks_for_calls(request)]
+        return self._forms[calls_end]
 
     def _max_tokens(self, request: GenerateRequest) -> int:
         """Return the request's own budget, or its effort's, or the service's; -1 for no bound."""
@@ -594,8 +617,10 @@ def _forms(tokenizer: TextTokenizer, shape: OutputShape, reasoning: Reasoning) -
     (opening,) = make_markers([reasoning.begin], tokens, only_blanks_before=True)
     ends = make_markers([reasoning.end], tokens)
     calls = CALLS.get(shape.calls)
-    call_ends = make_markers(calls.opens, tokens) if calls is not None and calls.ends_reasoning else ()
+    opens = () if calls is None else calls.opens
+    if calls is not None and not calls.ends_reasoning:
+        opens = tuple(text for text in opens if text in tokenizer.added_ids)
     return {
-        looks_for_calls: ThoughtForm(opening, more_ends, blanks=blanks)
-        for looks_for_calls, more_ends in ((False, ends), (True, (*ends, *call_ends)))
+        calls_end: ThoughtForm(opening, more_ends, blanks=blanks)
+        for calls_end, more_ends in ((False, ends), (True, (*ends, *make_markers(opens, tokens))))
     }

@@ -14,6 +14,7 @@ unless it stands between two pieces of text.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
@@ -42,31 +43,27 @@ def drop(_: str) -> None:
 
 
 class Markers:
-    """A set of texts to look for.
+    """A set of texts to look for; the first that comes is found.
 
-    The first character of each occurs in none of them but at its beginning, so that a marker can begin at only one
-    place of the remaining text. Raises ValueError for others, and for one that begins another.
+    Raises ValueError for a text that begins another, or stands in another before its end: which one is found would
+    depend on how the text was cut.
     """
 
     def __init__(self, *texts: str) -> None:
         self._texts = tuple(dict.fromkeys(texts))
-        self._firsts = "".join({text[0] for text in self._texts})
-        for text in self._texts:
-            if any(char in self._firsts for char in text[1:]):
-                raise ValueError(f"marker {text!r} holds the first character of a marker")
-            if any(other != text and other.startswith(text) for other in self._texts):
-                raise ValueError(f"marker {text!r} begins another")
+        for text, other in itertools.permutations(self._texts, 2):
+            if text in other[:-1]:
+                raise ValueError(f"marker {text!r} hides in {other!r}")
         self._longest = max(map(len, self._texts))
+        self._first = re.compile("|".join({re.escape(text[0]) for text in self._texts}))
         self.pattern = re.compile("|".join(map(re.escape, self._texts)))
 
     def safe_end(self, text: str, start: int) -> int:
         """Return the place from which `text`, which holds no whole marker after `start`, may go on as one."""
-        tail = max(start, len(text) - self._longest + 1)
-        last = -1
-        for char in self._firsts:
-            last = max(last, text.rfind(char, tail))
-        if last >= 0 and any(marker.startswith(text[last:]) for marker in self._texts):
-            return last
+        for found in self._first.finditer(text, max(start, len(text) - self._longest + 1)):
+            tail = text[found.start() :]
+            if any(marker.startswith(tail) for marker in self._texts):
+                return found.start()
         return len(text)
 
 
@@ -77,9 +74,16 @@ class Feed:
         self.ended = False
         self._text = ""
         self._at = 0
-        self._kept: list[str] | None = None
+        self._num_added = 0
+        self._kept: list[list[str]] = []
+
+    @property
+    def num_read(self) -> int:
+        """The characters that were read."""
+        return self._num_added - len(self._text) + self._at
 
     def add(self, text: str) -> None:
+        self._num_added += len(text)
         self._text = self._text[self._at :] + text
         self._at = 0
 
@@ -87,26 +91,31 @@ class Feed:
         self.ended = True
 
     def keep(self) -> None:
-        """Remember the text that is read from here on, for `kept`."""
-        self._kept = []
+        """Remember the text that is read from here on, for `kept` or `back`. A second one begins inside the first."""
+        self._kept.append([])
 
     def kept(self) -> str:
-        """Return the text that was read since `keep`, and remember no more."""
-        text = "".join(self._kept or ())
-        self._kept = None
+        """Return the text that was read since the last `keep`."""
+        text = "".join(self._kept.pop())
+        if self._kept:
+            self._kept[-1].append(text)
         return text
+
+    def back(self) -> None:
+        """Unread the text that was read since the last `keep`."""
+        self._text = "".join(self._kept.pop()) + self.rest
+
+    def unread(self, text: str) -> None:
+        """Unread `text`, which was read last and is not kept."""
+        self._text = text + self.rest
 
     def take(self, end: int) -> str:
         """Return the text up to the place `end` of `rest`, as read."""
         piece = self._text[self._at : self._at + end]
         self._at += end
-        if self._kept is not None:
-            self._kept.append(piece)
+        if self._kept:
+            self._kept[-1].append(piece)
         return piece
-
-    def put_back(self, text: str) -> None:
-        """Unread `text`, which was read last."""
-        self._text = text + self.rest
 
     @property
     def rest(self) -> str:
@@ -153,37 +162,45 @@ class Feed:
             match = _SPACE.match(self._text, self._at)
             say(self.take(match.end() - match.start() if match else 1))
 
-    def through(self, word: str) -> Reading[bool]:
-        """Read `word` if the text goes on with it."""
-        while len(self._text) - self._at < len(word) and not self.ended:
-            if not word.startswith(self._text[self._at :]):
-                return False
-            yield
-        if not self._text.startswith(word, self._at):
-            return False
-        self.take(len(word))
-        return True
-
-    def sees(self, words: tuple[str, ...]) -> Reading[bool]:
-        """Return whether the text, which stays unread, goes on with one of `words` or is over."""
+    def run(self, chars: re.Pattern[str]) -> Reading[str]:
+        """Return the longest text that matches, read. chars: a pattern of any number of characters of one class."""
+        pieces = []
         while True:
-            rest = self.rest
-            if any(rest.startswith(word) for word in words):
-                return True
-            if self.ended:
-                return not rest
-            if not any(word.startswith(rest) for word in words):
-                return False
+            match = chars.match(self._text, self._at)
+            pieces.append(self.take(match.end() - match.start() if match else 0))
+            if self._at < len(self._text) or self.ended:
+                return "".join(pieces)
             yield
+
+    def through(self, *words: str) -> Reading[str]:
+        """Return the word with which the text goes on, read; empty for none. No word begins another."""
+        while True:
+            rest = self._text[self._at : self._at + max(map(len, words))]
+            if found := next(filter(rest.startswith, words), ""):
+                return self.take(len(found))
+            if self.ended or not any(word.startswith(rest) for word in words):
+                return ""
+            yield
+
+    def ahead(self, reading: Reading[_T]) -> Reading[_T]:
+        """Return what a reading of this text finds, and unread it."""
+        self.keep()
+        found = yield from reading
+        self.back()
+        return found
 
 
 @dataclass(slots=True)
 class Parsed:
-    """New parts of an answer, in the order reasoning, text, calls."""
+    """New parts of an answer, in the order reasoning, text, calls.
+
+    called_at: the place in the answer, in characters, of a call that ends its reasoning.
+    """
 
     reasoning: str = ""
     text: str = ""
     calls: list[ToolCallPart] = field(default_factory=list)
+    called_at: int | None = None
 
 
 class CallIds:
@@ -258,6 +275,7 @@ class Sink:
         self._is_open = False
         self._is_muted = False
         self._has_arguments = False
+        self._called_at: int | None = None
 
     @property
     def in_call(self) -> bool:
@@ -278,7 +296,9 @@ class Sink:
     def think(self, text: str) -> None:
         self._reasoning.add(text)
 
-    def end_reasoning(self) -> None:
+    def end_reasoning(self, called_at: int | None = None) -> None:
+        """called_at: as in `Parsed`."""
+        self._called_at = called_at
         self._reasoning.border()
         self._text.border()
 
@@ -323,8 +343,8 @@ class Sink:
 
     def take(self) -> Parsed:
         """Return the parts since the last call."""
-        parsed = Parsed(self._reasoning.take(), self._text.take(), self._calls)
-        self._calls = []
+        parsed = Parsed(self._reasoning.take(), self._text.take(), self._calls, self._called_at)
+        self._calls, self._called_at = [], None
         return parsed
 
 
@@ -474,14 +494,15 @@ class JsonScan:
     }
 
 
-def read_value(feed: Feed, say: Say) -> Reading[bool]:
-    """Read one JSON value and pass its text on, put right. Return False if it is none; the remainder is not read."""
+def read_value(feed: Feed, say: Say, *, is_raw: bool = False) -> Reading[bool]:
+    """Read one JSON value and pass its text on, put right unless it is raw. Return False if it is none; the remainder
+    is not read."""
     scan = JsonScan()
     while True:
         length, text = scan.scan(feed.rest, ended=feed.ended)
-        feed.take(length)
-        if text:
-            say(text)
+        raw = feed.take(length)
+        if raw:
+            say(raw if is_raw else text)
         if scan.done or scan.broken or feed.ended:
             return scan.done
         yield

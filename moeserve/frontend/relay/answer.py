@@ -108,7 +108,7 @@ class Answer:
             start = shape.start_of(request, prompt_tail(tokenizer, prompt), choice // request.n)
             thought = None if self._thoughts is None else self._thoughts.follow(request, start)
         if is_parsed:
-            parser = shape.parser(request, start, tokenizer.special_texts, CallIds(self._answer_id, choice))
+            parser = shape.parser(request, start, tokenizer, CallIds(self._answer_id, choice))
             markers = shape.markers
         return OutputText(
             choice,
@@ -276,6 +276,7 @@ class OutputText:
         self._thought = thought
         self._min_tokens = min_tokens
         self._wants_logprobs = wants_logprobs
+        self._begin = offset
         self._decoded = offset  # characters of the tokens so far
         self._emitted = offset  # characters that the client has seen, or would have seen without a parser
         self._starts: list[int] = []
@@ -352,6 +353,8 @@ class OutputText:
             pieces.append(self._match(part.text, may_stop))
             if self.keep_tokens is not None:
                 break
+            if self._thought is not None and part.called_at is not None:
+                self._thought.cut(bisect_left(self._starts, self._begin + part.called_at))
             for call in part.calls:
                 if delta.calls and not call.name:
                     delta.calls[-1].arguments += call.arguments
