@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -20,7 +19,6 @@ from moeserve.frontend.wills import NO_WILL, Will
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 _SLICE_BYTES = 64 * 1024
-_DEFAULT_PAGE, _MAX_PAGE = 20, 100
 
 _T = TypeVar("_T")
 
@@ -153,34 +151,6 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def json_bytes(body: bytes) -> Response:
     return Response(body, media_type="application/json")
-
-
-def page_of(listed: Sequence[tuple[str, bytes]], query: QueryParams, *, most: int = _MAX_PAGE) -> Response:
-    """Return a page of `listed`, ids and JSON in ascending order. The latest comes first unless `order` is `asc`. Raise
-    ApiError for an invalid query."""
-    order, limit, after = query.get("order", "desc"), query.get("limit", str(_DEFAULT_PAGE)), query.get("after")
-    if order not in ("asc", "desc"):
-        raise invalid("`order` must be asc or desc", "order")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
-        raise invalid(f"`limit` must be 1 to {most}", "limit")
-    items = list(listed) if order == "asc" else list(reversed(listed))
-    if after is not None:
-        ids = [name for name, _ in items]
-        if after not in ids:
-            raise invalid(f"`after` is {after[:80]!r}, which is not in this list", "after")
-        items = items[ids.index(after) + 1 :]
-    return list_of(items[: int(limit)], has_more=len(items) > int(limit))
-
-
-def list_of(page: Sequence[tuple[str, bytes]], *, has_more: bool = False) -> Response:
-    content = {
-        "object": "list",
-        "data": [msgspec.Raw(item) for _, item in page],
-        "first_id": page[0][0] if page else None,
-        "last_id": page[-1][0] if page else None,
-        "has_more": has_more,
-    }
-    return json_bytes(msgspec.json.encode(content))
 
 
 class PatientSend:

@@ -47,6 +47,7 @@ ROOMS = {
         "wills",
         "errors",
         "http",
+        "listing",
         "route",
         "connections",
         "keys",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.jobs.runner import pack_entries
 from moeserve.frontend.store import batches, jobs
-from moeserve.frontend.store.file import VERSION, Owner, connect, prepare
+from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.jobs import Name, NameTaken, StoredJob, TooManyJobs
 from moeserve.frontend.store.store import Bounds, NoRoom, Shelf, Store, drop_old
 from tests.support.stores import LARGE, shelves
@@ -116,18 +115,6 @@ def test_answers_of_a_batch_count_once_and_end_as_files(shelf: MakeShelf) -> Non
     assert batches.content(shelf(), found.output_file or "") == b"first\n"
     assert batches.content(shelf(), found.error_file or "") == b"bad\n"
     assert batches.content(shelf(b"other"), found.output_file or "") is None
-
-
-def test_an_older_file_gets_the_tables_that_came_later(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    prepare(path)
-    db = connect(path)
-    db.executescript("DROP TABLE batches; DROP TABLE idempotency; PRAGMA user_version = 1;")
-    db.close()
-    prepare(path)
-    with sqlite3.connect(path) as again:
-        assert again.execute("PRAGMA user_version").fetchone() == (VERSION,)
-        assert again.execute("SELECT count(*) FROM batches").fetchone() == (0,)
 
 
 def test_a_lines_job_goes_with_its_result_or_with_its_batch(shelf: MakeShelf) -> None:

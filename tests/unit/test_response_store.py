@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.dialects.responses_items import Named
 from moeserve.frontend.errors import ApiError
+from moeserve.frontend.listing import Page
 from moeserve.frontend.store import responses
 from moeserve.frontend.store.file import StoreError, connect, prepare
 from moeserve.frontend.store.store import Bounds, Shelf, Store, drop_old
@@ -37,11 +38,11 @@ def name_of(letter: str) -> str:
 def kept(letter: str, previous: str | None = None, size: int = 0, conversation: str | None = None) -> KeptResponse:
     """A response whose input says `letter?`, and whose output is one message `letter` with `size` bytes."""
     output = [{"type": "message", "role": "assistant", "id": f"msg_{letter:0>24}00", "content": letter + "." * size}]
-    response = {"id": name_of(letter), "output": output}
     asked = [{"type": "message", "role": "user", "content": f"{letter}?"}]
     return KeptResponse(
         name_of(letter),
-        json.dumps(response).encode(),
+        json.dumps({"id": name_of(letter)}).encode(),
+        json.dumps(output).encode(),
         json.dumps(asked).encode(),
         None if previous is None else name_of(previous),
         conversation,
@@ -181,9 +182,11 @@ def test_the_items_of_a_response_go_into_its_conversation_once(shelf: MakeShelf)
     assert made is not None
     assert responses.put(shelf(), kept("a", conversation=made.conversation_id))
     again = kept("a", conversation=made.conversation_id)
-    second = KeptResponse(name_of("b"), again.response.replace(b"a.", b"b."), b"[]", None, made.conversation_id)
+    second = KeptResponse(name_of("b"), again.head, again.output, b"[]", None, made.conversation_id)
     assert responses.put(shelf(), second)
-    items = [json.loads(item) for _, item in responses.items(shelf(), made.conversation_id)]
+    listed = responses.items_page(shelf(), made.conversation_id, Page(100, ascending=True))
+    assert listed is not None
+    items = [json.loads(item) for _, item in listed.rows]
     assert [item["content"] for item in items] == [
         [{"type": "input_text", "text": "before"}],
         [{"type": "input_text", "text": "a?"}],

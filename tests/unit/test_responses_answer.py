@@ -254,7 +254,7 @@ def test_a_complete_response_is_to_be_kept_with_its_input() -> None:
     answer = answer_of(writer.complete([END], USAGE))
     assert writer.kept is not None
     assert json.loads(writer.kept.response) == answer
-    assert writer.kept.input_items() == [{"type": "message", "role": "user", "content": "hi"}]
+    assert json.loads(writer.kept.input) == [{"type": "message", "role": "user", "content": "hi"}]
     assert answer["store"] is True
     streaming = formatter()
     assert streaming.start(0, USAGE) + streaming.delta(END, USAGE)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.errors import ApiError
+from moeserve.frontend.listing import Page
 from moeserve.frontend.store import batches, jobs, responses
 from moeserve.frontend.store.store import Bounds, NoRoom, Shelf, Store, store_full
 from tests.support.examples import examples
@@ -47,7 +48,7 @@ def open_batch(shelf: Shelf, file_id: str) -> bool:
 
 
 def keep(shelf: Shelf, name: str, size: int, previous: str | None = None) -> bool:
-    return responses.put(shelf, KeptResponse(name, b'{"output":[]}' + b" " * size, b"[]", previous))
+    return responses.put(shelf, KeptResponse(name, b"{}", b"[]", b"[]" + b" " * size, previous))
 
 
 def test_open_batches_and_jobs_of_one_key_leave_room_for_jobs_and_files_of_another(shelf: MakeShelf) -> None:
@@ -167,7 +168,7 @@ def test_whatever_a_key_does_another_one_finds_room_for_its_share(
             elif step == "file" or earlier is None:
                 finds_room(shelf(A), batches.add_file, name, "batch", b"." * size)
             elif step == "batch":
-                for file in batches.files(shelf(A)):
+                for file in batches.files(shelf(A), Page(100))[0]:
                     open_batch(shelf(A), file.file_id)
             else:
                 jobs.end(shelf(A), earlier, "done")

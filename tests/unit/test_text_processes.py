@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import re
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,11 +19,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from launcher import frontend_main
+from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ModelFacts
+from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.parsers.families import PLAIN
 from moeserve.frontend.prepare.messages import Ask, Prepared, Reply, Stage, Watch
-from moeserve.frontend.prepare.prepare import Preparer
+from moeserve.frontend.prepare.prepare import NotHere, Preparer
 from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_texts
 from moeserve.frontend.text import TextTokenizer
 from moeserve.model.spec import ModelError
@@ -177,6 +181,65 @@ def test_a_request_that_is_refused_anyway_is_not_tokenised_whole(
     refused = Preparer(tokenizer, PLAIN, Watch()).prepare(ask, json.dumps({"model": "tiny", "prompt": prompt}).encode())
     assert isinstance(refused, ApiError)
     assert (refused.code, len(encoded)) == (code, num_encoded)
+
+
+class NotedWatch(Watch):
+    """Notes how many characters each stage is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: list[tuple[Stage, int]] = []
+
+    def enter(self, stage: Stage, num_chars: int = 0, field: str = "") -> None:
+        self.entered.append((stage, num_chars))
+
+
+def responses_ask() -> tuple[Ask, bytes]:
+    """A short body that continues a long conversation, and what that has."""
+    turn = json.dumps([{"role": "user", "content": "." * 10_000}]).encode()
+    body = json.dumps({"model": "tiny", "input": "hi", "previous_response_id": "resp_1"}).encode()
+    return Ask("responses", FACTS, b"key", earlier=Earlier([turn], {"msg_1": b"." * 500})), body
+
+
+def test_the_time_to_read_a_body_is_by_what_it_refers_to_as_well() -> None:
+    watch = NotedWatch()
+    ask, body = responses_ask()
+    preparer = Preparer(TextTokenizer(byte_tokenizer()), PLAIN, watch)
+    with suppress(NotHere):
+        preparer.prepare(ask, body)
+    assert ask.num_earlier_bytes > 10_500
+    assert watch.entered[0] == (Stage.READ, len(body) + ask.num_earlier_bytes)
+    packed = gzip.compress(body)
+    zipped = msgspec.structs.replace(ask, coding=b"gzip", max_bytes=1000)
+    watch.entered.clear()
+    with suppress(NotHere):
+        preparer.prepare(zipped, packed)
+    assert watch.entered[1] == (Stage.READ, len(body) + ask.num_earlier_bytes)
+
+
+def test_what_a_body_refers_to_counts_among_the_bytes_that_its_key_has_waiting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, body = responses_ask()
+    monkeypatch.setattr(limits, "MAX_WAITING_BYTES_PER_KEY", 3 * (len(body) + ask.num_earlier_bytes))
+
+    async def use(processes: TextProcesses) -> None:
+        replies = await asyncio.gather(*(processes.prepare(ask, body) for _ in range(8)))
+        refused = [reply for reply in replies if isinstance(reply, ApiError) and reply.code == "too_much_text"]
+        assert len(refused) == 8 - 2 - 3  # two are prepared, and three may wait
+
+    used(folder, use)
+
+
+def test_a_long_conversation_is_read_whole_in_pieces(folder: Path) -> None:
+    turn = json.dumps([{"role": "user", "content": "." * 1_000_000}]).encode()
+    ask, body = responses_ask()
+    ask = msgspec.structs.replace(ask, earlier=Earlier([turn]), model=replace(FACTS, max_model_len=2_000_000))
+
+    async def use(processes: TextProcesses) -> None:
+        assert len(text_of(await processes.prepare(ask, body))) > 1_000_000
+
+    used(folder, use)
 
 
 GO_WRONG = [

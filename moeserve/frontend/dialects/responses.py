@@ -21,6 +21,7 @@ from moeserve.frontend.dialects.responses_items import (
     ItemReader,
     Named,
     ToolSet,
+    check_named_bytes,
     is_reference,
     read_tool_choice,
     read_tools,
@@ -125,6 +126,8 @@ def earlier_names(body: bytes) -> Named | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     items = named.input if isinstance(named.input, list) else []
+    if len(items) > limits.MAX_MESSAGES:
+        return None  # `parse` refuses it
     referred = [item.id for item in items if item.type in ("item_reference", None) and item.role is None and item.id]
     found = Named(named.previous_response_id, _conversation_id(named.conversation), list(dict.fromkeys(referred)))
     return None if found == Named(None, None, []) else found
@@ -147,6 +150,8 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
             "A response in the `background` is fetched from where it is kept: `store` must not be false", "store"
         )
     items, past = _own_items(asked.input), _past(asked, earlier)
+    _check_count([*past, *items])
+    check_named_bytes(sum(len(earlier.items.get(item["id"], b"")) for item in items if is_reference(item)))
     tools = read_tools(asked.tools, [*past, *items])
     sampling = fields.read_sampling(asked, model, _logprobs(asked, model))
     output_format, form = _read_format(asked.text)
@@ -214,13 +219,12 @@ def _own_items(asked: str | list[dict[str, Any]] | None) -> list[Item]:
         raise invalid("`input` is required", "input")
     if isinstance(asked, str):
         return [{"type": "message", "role": "user", "content": asked}]
+    _check_count(asked)
     return asked
 
 
 def _read_messages(asked: ResponsesBody, past: list[Item], items: list[Item], earlier: Earlier) -> list[dict[str, Any]]:
     """Return the messages of the instructions, of the earlier conversation, and of this request's items."""
-    if len(past) + len(items) > limits.MAX_MESSAGES:
-        raise invalid(f"a conversation takes at most {limits.MAX_MESSAGES} items", "input")
     reader = ItemReader(earlier.item)
     if asked.instructions:
         reader.say("system", asked.instructions)
@@ -231,6 +235,11 @@ def _read_messages(asked: ResponsesBody, past: list[Item], items: list[Item], ea
     if not reader.messages:
         raise invalid("`input` must hold at least one item", "input")
     return reader.messages
+
+
+def _check_count(items: list[Item]) -> None:
+    if len(items) > limits.MAX_MESSAGES:
+        raise invalid(f"a conversation takes at most {limits.MAX_MESSAGES} items", "input")
 
 
 def _past(asked: ResponsesBody, earlier: Earlier) -> list[Item]:

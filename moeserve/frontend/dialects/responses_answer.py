@@ -35,17 +35,26 @@ _LAST_NUMBER = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response and the items of its request, both as JSON. previous_id, conversation_id: named by the request."""
+    """A response and the items of its request, as JSON. head: the response without its output. previous_id,
+    conversation_id: named by the request."""
 
     response_id: str
-    response: bytes
+    head: bytes
+    output: bytes
     input: bytes
     previous_id: str | None = None
     conversation_id: str | None = None
 
-    def input_items(self) -> list[Item]:
-        items: list[Item] = msgspec.json.decode(self.input)
-        return items
+    @classmethod
+    def of(cls, response_id: str, response: bytes) -> KeptResponse:
+        """Take a response apart. The items of its request are not known."""
+        fields = msgspec.json.decode(response, type=dict[str, msgspec.Raw])
+        output = bytes(fields.pop("output"))
+        return cls(response_id, msgspec.json.encode(fields), output, b"[]")
+
+    @property
+    def response(self) -> bytes:
+        return b'%b,"output":%b}' % (self.head[:-1], self.output)
 
 
 def error_event(error: ApiError) -> bytes:
@@ -260,8 +269,7 @@ class ResponsesFormatter(Formatter):
         if status == "cancelled":
             self._close("incomplete")
         failure = None if error is None else {"code": "server_error", "message": error.message}
-        data = msgspec.json.encode(self._response(status, error=failure))
-        return KeptResponse(self._id, data, bytes(self._turn.input), self._turn.previous_id)
+        return self._to_keep(self._response(status, error=failure))
 
     def complete(self, choices: list[Delta], usage: Usage) -> Writing:
         (choice,) = choices
@@ -336,11 +344,16 @@ class ResponsesFormatter(Formatter):
     def _finished(self, usage: Usage) -> bytes:
         """Return the complete response, which is to be kept if the request says so."""
         self._final = self._response(self._status, usage)
-        data = msgspec.json.encode(self._final)
-        if self._turn.store:
-            turn = self._turn
-            self.kept = KeptResponse(self._id, data, bytes(turn.input), turn.previous_id, turn.conversation_id)
-        return data
+        if not self._turn.store:
+            return msgspec.json.encode(self._final)
+        self.kept = self._to_keep(self._final)
+        return self.kept.response
+
+    def _to_keep(self, response: dict[str, Any]) -> KeptResponse:
+        turn = self._turn
+        head = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
+        output = msgspec.json.encode(response["output"])
+        return KeptResponse(self._id, head, output, bytes(turn.input), turn.previous_id, turn.conversation_id)
 
     def _response(self, status: str, usage: Usage | None = None, error: dict[str, str] | None = None) -> dict[str, Any]:
         return {

@@ -47,6 +47,7 @@ _SEALED_ITEMS = ("compaction", "context_compaction", "compaction_summary")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 RESPONSE_PREFIX = "resp_"
 _SEAL = "moeserve.1."
+_MAX_DIGITS, _NO_PLACE = 9, 10**9  # of an item's number
 _ID_DIGITS = 24  # hexadecimal digits of a response's id; an item's id has them too, with the item's number behind them
 
 
@@ -253,6 +254,10 @@ class Earlier(msgspec.Struct, array_like=True, frozen=True):
     turns: list[bytes] | None = None
     items: dict[str, bytes] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.turns or ())) + sum(map(len, self.items.values()))
+
     def conversation(self) -> list[Item] | None:
         if self.turns is None:
             return None
@@ -270,6 +275,19 @@ def item_id_of(prefix: str, response_id: str, number: int) -> str:
 def response_of_item(item_id: str) -> str:
     """Return the id of the response that put out the item with this id, if any did."""
     return RESPONSE_PREFIX + item_id.partition("_")[2][:_ID_DIGITS]
+
+
+def number_of_item(item_id: str) -> int:
+    """Return the place of an item in its response's output by its id; a large number for an id of another form."""
+    digits = item_id.partition("_")[2][_ID_DIGITS:]
+    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < _MAX_DIGITS else _NO_PLACE
+
+
+def check_named_bytes(num_bytes: int) -> None:
+    """Raise ApiError for more bytes of kept items than one request may refer to."""
+    most = limits.MAX_STORED_CONVERSATION_BYTES
+    if num_bytes > most:
+        raise invalid(f"`input` refers to kept items of more than {most // 2**20} MiB", "input")
 
 
 def is_reference(item: Item) -> bool:

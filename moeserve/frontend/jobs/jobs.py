@@ -279,7 +279,7 @@ class JobView:
         failure = None if status.failure is None else unpack_failure(status.failure)
         if status.state == "done":
             # The response was not kept: there was no room, or its conversation is gone.
-            return KeptResponse(self._job.job_id, await self.body(), b"[]")
+            return KeptResponse.of(self._job.job_id, await self.body())
         if status.state == "open" or self.record.reader != self._jobs.reader:
             formatter = formatter_of(self._services, self.record, unpack_prepared(self.record.prepared))
             assert isinstance(formatter, ResponsesFormatter)

@@ -71,6 +71,10 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     max_choices: int = limits.MAX_PROMPTS * limits.MAX_N
     earlier: Earlier | None = None
 
+    @property
+    def num_earlier_bytes(self) -> int:
+        return 0 if self.earlier is None else self.earlier.num_bytes
+
 
 class Prepared(msgspec.Struct, frozen=True, tag_field="reply"):
     """A request whose text work is done: prompts are token ids, the grammar is checked and part of `sampling`.

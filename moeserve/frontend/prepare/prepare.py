@@ -180,7 +180,7 @@ class Preparer:
 
     def prepare(self, ask: Ask, body: bytes) -> Reply:
         """Return the prepared request of a body, or the refusal that its client gets. Raise NotHere."""
-        self._watch.enter(Stage.READ, len(body))
+        self._watch.enter(Stage.READ, len(body) + ask.num_earlier_bytes)
         try:
             return self._prepare(ask, body)
         except ApiError as error:
@@ -192,7 +192,7 @@ class Preparer:
         facts = ask.model
         if ask.coding is not None:
             body = inflate(body, ask.coding, ask.max_bytes)
-            self._watch.enter(Stage.READ, len(body))
+            self._watch.enter(Stage.READ, len(body) + ask.num_earlier_bytes)
         match ask.kind:
             case "responses":
                 if ask.earlier is None and (named := responses.earlier_names(body)) is not None:

@@ -53,6 +53,7 @@ _LONGEST_CHECK_S = 180.0
 _MOST_PROCESSES = 4  # that get one body
 _HINT_BYTES = 1024  # bodies that begin alike are of one conversation, whose tokens one process knows
 _MAX_REPLY_BYTES = 2**30
+_PIECE_BYTES = 256 * 1024  # of a frame at most that the event loop copies in one turn
 _CORES_PER_PROCESS = 8
 # Small bodies of these kinds are prepared on the event loop, unless they ask for a grammar.
 _INLINE_KINDS = frozenset({"completions", "detokenize", "prefix", "tokenize", "unpin", "warm"})
@@ -261,7 +262,7 @@ class TextProcesses:
             with suppress(NotHere):
                 return self._inline.prepare(ask, body)
         hint = hash((ask.owner, body[:_HINT_BYTES]))
-        job = _Job(pack_ask(ask, body), len(body), hint, ask.model.eos_token_ids)
+        job = _Job(pack_ask(ask, body), len(body) + ask.num_earlier_bytes, hint, ask.model.eos_token_ids)
         try:
             self._queue.add(ask.owner, job.num_bytes, job)
         except QueueFull:
@@ -406,8 +407,14 @@ class _Worker:
         """Return the reply to an ask and the processor time that it took."""
         assert self._streams is not None
         reader, writer = self._streams
-        writer.writelines(frame)
-        await writer.drain()
+        if sum(map(len, frame)) <= _PIECE_BYTES:
+            writer.writelines(frame)
+            await writer.drain()
+        else:
+            for part in frame:
+                for start in range(0, len(part), _PIECE_BYTES):
+                    writer.write(memoryview(part)[start : start + _PIECE_BYTES])
+                    await writer.drain()
         head = await reader.readexactly(SIZE_BYTES + CPU_SECONDS.size)
         size = int.from_bytes(head[:SIZE_BYTES])
         if size > _MAX_REPLY_BYTES:

@@ -18,8 +18,9 @@ from starlette.types import Scope
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.errors import ApiError, invalid
-from moeserve.frontend.http import json_bytes, page_of, receive_body
+from moeserve.frontend.http import json_bytes, receive_body
 from moeserve.frontend.keys import caller_of
+from moeserve.frontend.listing import Listed, list_of, read_page
 from moeserve.frontend.store import batches
 from moeserve.frontend.store.batches import BATCH_PREFIX, FILE_PREFIX, StoredBatch, StoredFile, TooManyFiles
 from moeserve.frontend.store.store import Shelf, Store
@@ -54,10 +55,10 @@ class FileRoutes:
         caller = caller_of(request.scope)
         if request.method == "POST":
             return json_bytes(_file_json(await self._upload(request, caller)))
+        page = read_page(request.query_params, most=_MAX_PAGE)
         purpose = request.query_params.get("purpose")
-        found = await self._store.read(caller, batches.files)
-        listed = [(one.file_id, _file_json(one)) for one in found if purpose in (None, one.purpose)]
-        return page_of(listed, request.query_params, most=_MAX_PAGE)
+        found, has_more = await self._store.read(caller, partial(batches.files, page=page, purpose=purpose))
+        return list_of(Listed([(one.file_id, _file_json(one)) for one in found], has_more))
 
     async def one(self, request: Request) -> Response:
         """Answer GET with a file's description, DELETE by dropping it."""
@@ -112,10 +113,13 @@ class BatchRoutes:
         if request.method == "POST":
             return await self._create(request, caller)
 
-        def find(shelf: Shelf) -> list[tuple[str, bytes]]:
-            return [(one.batch_id, _batch_json(shelf, one)) for one in batches.batches(shelf)]
+        page = read_page(request.query_params)
 
-        return page_of(await self._store.read(caller, find), request.query_params)
+        def find(shelf: Shelf) -> Listed:
+            found, has_more = batches.batches(shelf, page)
+            return Listed([(one.batch_id, _batch_json(shelf, one)) for one in found], has_more)
+
+        return list_of(await self._store.read(caller, find))
 
     async def one(self, request: Request) -> Response:
         return await self._shown(request)

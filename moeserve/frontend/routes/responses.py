@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 import msgspec
@@ -13,12 +14,13 @@ from moeserve.frontend.dialects import responses_answer
 from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses import Checked, conversation_not_found
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
-from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX, Earlier, Named, listed_item
+from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX, Earlier, Named
 from moeserve.frontend.errors import ApiError, invalid
-from moeserve.frontend.http import content_coding, json_bytes, list_of, page_of, receive_body
+from moeserve.frontend.http import content_coding, json_bytes, receive_body
 from moeserve.frontend.jobs.jobs import Jobs, JobView
 from moeserve.frontend.jobs.runner import unpack_record
 from moeserve.frontend.keys import caller_of
+from moeserve.frontend.listing import Listed, list_of, read_page
 from moeserve.frontend.prepare.messages import Body, Kind, expect
 from moeserve.frontend.routes.generate import Dialect, GenerateRoute, show_events
 from moeserve.frontend.services import Services
@@ -127,9 +129,13 @@ class KeptResponseRoutes:
 
     async def input_items(self, request: Request) -> Response:
         """Answer with the input of one request, in pages, the latest item first unless `order` is `asc`."""
-        kept = await self._find(request)
-        items = [listed_item(item, f"{kept.response_id}_in{index}") for index, item in enumerate(kept.input_items())]
-        return page_of([(item["id"], msgspec.json.encode(item)) for item in items], request.query_params)
+        page, response_id = read_page(request.query_params), _response_id(request)
+        find = partial(responses.input_page, response_id=response_id, page=page)
+        listed = await self._store.read(caller_of(request.scope), find)
+        if listed is None:
+            shown = await self._find(request)
+            listed = await asyncio.to_thread(responses.page_of_input, response_id, shown.input, page)
+        return list_of(listed)
 
     async def _find(self, request: Request) -> KeptResponse:
         """Return the response that the path names, and note its use."""
@@ -205,11 +211,12 @@ class ConversationRoutes:
                 raise conversation_not_found(name)
             if added is None:
                 raise invalid(_TOO_LONG, "items")
-            return list_of([(msgspec.json.decode(item, type=_Identified).id, item) for item in added])
-        listed = await self._store.read(caller, lambda shelf: responses.items(shelf, name) if shelf.has(name) else None)
+            return list_of(Listed([(msgspec.json.decode(item, type=_Identified).id, item) for item in added]))
+        page = read_page(request.query_params)
+        listed = await self._store.read(caller, partial(responses.items_page, conversation_id=name, page=page))
         if listed is None:
             raise conversation_not_found(name)
-        return page_of(listed, request.query_params)
+        return list_of(listed)
 
     async def item(self, request: Request) -> Response:
         """Answer GET with an item, DELETE by taking it out."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from moeserve.frontend import limits
+from moeserve.frontend.listing import Page
 from moeserve.frontend.store import jobs
 from moeserve.frontend.store.store import ROW_BYTES, Shelf
 
@@ -86,11 +87,23 @@ def file(shelf: Shelf, file_id: str) -> StoredFile | None:
     return None if row is None else StoredFile(*row)
 
 
-def files(shelf: Shelf) -> list[StoredFile]:
-    """Return the caller's files, the oldest first."""
-    query = """SELECT id, name, purpose, created, length(content) FROM files JOIN kept USING (id)
-               WHERE caller = ? AND NOT hidden ORDER BY created, files.rowid"""
-    return [StoredFile(*row) for row in shelf.db.execute(query, (shelf.caller,))]
+def files(shelf: Shelf, page: Page, purpose: str | None = None) -> tuple[list[StoredFile], bool]:
+    """Return files of the caller's, and whether there are further ones. purpose: of all of them. Raise ApiError."""
+    clause, bounds = page.clause("files.rowid", _number_of(shelf, "files", page))
+    query = f"""SELECT id, name, purpose, created, length(content) FROM files JOIN kept USING (id)
+                WHERE caller = ? AND NOT hidden AND purpose = coalesce(?, purpose) {clause}"""
+    found = [StoredFile(*row) for row in shelf.db.execute(query, (shelf.caller, purpose, *bounds))]
+    return found[: page.limit], len(found) > page.limit
+
+
+def _number_of(shelf: Shelf, table: str, page: Page) -> int | None:
+    """Return the number of the row that a page is to follow, None for a first page. Raise ApiError."""
+    if page.after is None:
+        return None
+    row = shelf.db.execute(f"SELECT rowid FROM {table} WHERE id = ?", (page.after,)).fetchone()
+    if row is None or not shelf.has(page.after):
+        raise page.not_listed()
+    return int(row[0])
 
 
 def content(shelf: Shelf, file_id: str) -> bytes | None:
@@ -124,10 +137,12 @@ def batch(shelf: Shelf, batch_id: str) -> StoredBatch | None:
     return None if row is None else StoredBatch(*row)
 
 
-def batches(shelf: Shelf) -> list[StoredBatch]:
-    """Return the caller's batches, the oldest first."""
-    query = f"SELECT {_COLUMNS} FROM batches WHERE caller = ? ORDER BY created, rowid"
-    return [StoredBatch(*row) for row in shelf.db.execute(query, (shelf.caller,))]
+def batches(shelf: Shelf, page: Page) -> tuple[list[StoredBatch], bool]:
+    """Return batches of the caller's, and whether there are further ones. Raise ApiError."""
+    clause, bounds = page.clause("rowid", _number_of(shelf, "batches", page))
+    query = f"SELECT {_COLUMNS} FROM batches WHERE caller = ? {clause}"
+    found = [StoredBatch(*row) for row in shelf.db.execute(query, (shelf.caller, *bounds))]
+    return found[: page.limit], len(found) > page.limit
 
 
 def counts(shelf: Shelf, batch_id: str) -> tuple[int, int]:

@@ -13,12 +13,12 @@ import os
 import secrets
 import sqlite3
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
-# Raised with every change of the schema. A file of an earlier version gets the tables that it lacks; files of other
-# versions are refused.
-VERSION = 4
-_EARLIER = (1, 2, 3)
+# Raised with every change of the schema. A file of an earlier version is changed by `_CHANGES` and gets the tables that
+# it lacks; files of later versions are refused.
+VERSION = 5
 _BUSY_S = 10.0  # seconds that a transaction waits for a transaction of another process
 _MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
@@ -49,23 +49,28 @@ CREATE TRIGGER IF NOT EXISTS kept_less AFTER DELETE ON kept BEGIN
   UPDATE shelves SET num_bytes = num_bytes - old.size WHERE caller = old.caller;
   DELETE FROM shelves WHERE caller = old.caller AND num_bytes = 0;
 END;
--- `input`: the items of the request alone. `past_size`: bytes of all turns before.
+-- `head`: the response without its output. `input`: the items of the request alone. `past_size`: bytes of all turns
+-- before.
 CREATE TABLE IF NOT EXISTS responses(
   id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
-  response BLOB NOT NULL,
+  head BLOB NOT NULL,
+  output BLOB NOT NULL,
   input BLOB NOT NULL,
   past_size INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS conversations(
   id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
   created INTEGER NOT NULL,
   metadata BLOB NOT NULL);
+-- `caller`: of the conversation. Its index is for finding an item in any conversation of a caller.
 CREATE TABLE IF NOT EXISTS items(
   number INTEGER PRIMARY KEY AUTOINCREMENT,
   conversation TEXT NOT NULL REFERENCES conversations ON DELETE CASCADE,
   id TEXT NOT NULL,
   item BLOB NOT NULL,
+  caller BLOB NOT NULL,
   UNIQUE (conversation, id));
-CREATE INDEX IF NOT EXISTS items_by_id ON items(id);
+CREATE INDEX IF NOT EXISTS items_of_caller ON items(caller, id);
+CREATE INDEX IF NOT EXISTS items_in_order ON items(conversation, number);
 -- Generations that outlive their connection (`jobs.py`). `owner`: the HTTP process that runs it. `tries`: processes
 -- that have taken it over since it last put anything out. `ended_at`: UNIX time. `failure`: of a failed one.
 -- `is_kept`: the response of a job that is done was kept.
@@ -124,6 +129,18 @@ CREATE TABLE IF NOT EXISTS batch_results(
   failed INTEGER NOT NULL,
   PRIMARY KEY (batch, number)) WITHOUT ROWID;
 """
+# The statements that come before the schema in a file of an earlier version than this one.
+_CHANGES = {
+    5: """
+ALTER TABLE responses RENAME COLUMN response TO head;
+ALTER TABLE responses ADD COLUMN output BLOB NOT NULL DEFAULT x'5b5d';
+UPDATE responses SET output = CAST(json_extract(CAST(head AS TEXT), '$.output') AS BLOB),
+                     head = CAST(json_remove(CAST(head AS TEXT), '$.output') AS BLOB);
+ALTER TABLE items ADD COLUMN caller BLOB NOT NULL DEFAULT x'';
+UPDATE items SET caller = (SELECT caller FROM kept WHERE id = conversation);
+DROP INDEX IF EXISTS items_by_id;
+"""
+}
 
 # `struct flock` of 64-bit Linux: type, whence, first byte, number of bytes, process.
 _LOCK = struct.Struct("@hhqqi4x")
@@ -170,14 +187,25 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
     # It takes effect in a file without tables alone.
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
-    # The first statement sees the tables of another process as a whole.
-    version, num_tables = connection.execute(
-        "SELECT (SELECT user_version FROM pragma_user_version), (SELECT count(*) FROM sqlite_schema)"
-    ).fetchone()
-    if num_tables == 0 or version in _EARLIER:
-        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
-    elif version != VERSION:
+    connection.execute("BEGIN IMMEDIATE")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    if version > VERSION or (num_tables and version < 1):
         raise StoreError(f"The response store {path} was not written by this version of moeserve: name another file.")
+    changes = [change for of, change in sorted(_CHANGES.items()) if num_tables and of > version]
+    for statement in _statements("".join([*changes, _SCHEMA])):
+        connection.execute(statement)
+    connection.execute(f"PRAGMA user_version = {VERSION}")
+    connection.execute("COMMIT")
+
+
+def _statements(script: str) -> Iterator[str]:
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
 
 
 class Locks:

@@ -7,6 +7,7 @@ counts once, however many turns it has.
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,14 +17,22 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.responses_answer import KeptResponse
-from moeserve.frontend.dialects.responses_items import Earlier, Named, listed_item, response_of_item
+from moeserve.frontend.dialects.responses_items import (
+    Earlier,
+    Named,
+    check_named_bytes,
+    listed_item,
+    number_of_item,
+    response_of_item,
+)
+from moeserve.frontend.listing import Listed, Page
 from moeserve.frontend.store.store import OVERHEAD_BYTES, ROW_BYTES, NoRoom, Shelf
 
 _CHAIN = """
 WITH RECURSIVE turn(id, needs, age) AS (
   SELECT id, needs, 0 FROM kept WHERE id = ?
   UNION ALL SELECT kept.id, kept.needs, age + 1 FROM kept JOIN turn ON kept.id = turn.needs)
-SELECT input, response FROM turn JOIN responses USING (id) ORDER BY age DESC
+SELECT input, output FROM turn JOIN responses USING (id) ORDER BY age DESC
 """
 
 CONVERSATION_PREFIX = "conv_"
@@ -38,12 +47,8 @@ _ITEM_PREFIXES = {
 }
 
 
-class _Output(msgspec.Struct):
-    output: msgspec.Raw
-
-
 class _Identified(msgspec.Struct):
-    id: str | None = None
+    id: Any = None
 
 
 def put(shelf: Shelf, kept: KeptResponse) -> bool:
@@ -59,42 +64,68 @@ def _put(shelf: Shelf, kept: KeptResponse) -> bool:
     if kept.previous_id is not None:
         if not _is_complete(shelf, kept.previous_id):
             return False
-        query = f"SELECT past_size + {OVERHEAD_BYTES} + length(response) + length(input) FROM responses WHERE id = ?"
+        query = f"""SELECT past_size + {OVERHEAD_BYTES} + length(head) + length(output) + length(input)
+                    FROM responses WHERE id = ?"""
         (past_size,) = shelf.db.execute(query, (kept.previous_id,)).fetchone()
-    size = len(kept.response) + len(kept.input)
+    size = len(kept.head) + len(kept.output) + len(kept.input)
     if size + OVERHEAD_BYTES + past_size > min(shelf.bounds.max_bytes, limits.MAX_STORED_CONVERSATION_BYTES):
         return False
     if kept.conversation_id is not None:
-        items = [*kept.input_items(), *msgspec.json.decode(output_of(kept.response))]
+        items = [*msgspec.json.decode(kept.input), *msgspec.json.decode(kept.output)]
         if append_new_items(shelf, kept.conversation_id, items) is None:
             return False
     if shelf.has(kept.response_id):
         shelf.grow(kept.response_id, size)  # a job entered it
     else:
         shelf.add(kept.response_id, size, needs=kept.previous_id)
-    row = (kept.response_id, kept.response, kept.input, past_size)
-    shelf.db.execute("INSERT INTO responses(id, response, input, past_size) VALUES (?, ?, ?, ?)", row)
+    row = (kept.response_id, kept.head, kept.output, kept.input, past_size)
+    shelf.db.execute("INSERT INTO responses(id, head, output, input, past_size) VALUES (?, ?, ?, ?, ?)", row)
     return True
 
 
 def find(shelf: Shelf, response_id: str) -> KeptResponse | None:
-    row = shelf.db.execute(
-        "SELECT response, input, needs FROM responses JOIN kept USING (id) WHERE id = ? AND caller = ? AND NOT hidden",
-        (response_id, shelf.caller),
-    ).fetchone()
-    return None if row is None else KeptResponse(response_id, row[0], row[1], row[2])
+    """Return a response of the caller's without the items of its request; None for an unknown one."""
+    query = "SELECT head, output FROM responses JOIN kept USING (id) WHERE id = ? AND caller = ? AND NOT hidden"
+    row = shelf.db.execute(query, (response_id, shelf.caller)).fetchone()
+    return None if row is None else KeptResponse(response_id, bytes(row[0]), bytes(row[1]), b"[]")
+
+
+def input_page(shelf: Shelf, response_id: str, page: Page) -> Listed | None:
+    """Return items of a response's request; None for an unknown response. Raise ApiError."""
+    query = "SELECT input FROM responses JOIN kept USING (id) WHERE id = ? AND caller = ? AND NOT hidden"
+    row = shelf.db.execute(query, (response_id, shelf.caller)).fetchone()
+    return None if row is None else page_of_input(response_id, bytes(row[0]), page)
+
+
+def page_of_input(response_id: str, items: bytes, page: Page) -> Listed:
+    """Return items of a JSON list as the page shows them; items without an id get one from their place. Raise
+    ApiError."""
+    found = msgspec.json.decode(items, type=list[msgspec.Raw])
+    after = None
+    if page.after is not None:
+        ids = [one.id for one in msgspec.json.decode(items, type=list[_Identified])]
+        names = [own or _input_id(response_id, place) for place, own in enumerate(ids)]
+        if page.after not in names:
+            raise page.not_listed()
+        after = names.index(page.after)
+    places, has_more = page.places(len(found), after)
+    shown = [listed_item(msgspec.json.decode(found[place]), _input_id(response_id, place)) for place in places]
+    return Listed([(item["id"], msgspec.json.encode(item)) for item in shown], has_more)
+
+
+def _input_id(response_id: str, place: int) -> str:
+    return f"{response_id}_in{place}"
 
 
 def earlier(shelf: Shelf, named: Named) -> Earlier:
-    """Return the parts of conversations that a request names, as far as they are kept."""
+    """Return the parts of conversations that a request names, as far as they are kept. Raise ApiError for single items
+    of longer responses together than a conversation may be."""
     turns = None
     if named.previous_id is not None and _is_complete(shelf, named.previous_id):
-        rows = shelf.db.execute(_CHAIN, (named.previous_id,))
-        turns = [items for asked, response in rows for items in (asked, bytes(output_of(response)))]
+        turns = [bytes(items) for row in shelf.db.execute(_CHAIN, (named.previous_id,)) for items in row]
     elif named.conversation_id is not None and shelf.has(named.conversation_id):
         turns = conversation_turns(shelf, named.conversation_id)
-    items = {item_id: item for item_id in named.item_ids if (item := _item(shelf, item_id)) is not None}
-    return Earlier(turns, items)
+    return Earlier(turns, _items(shelf, named.item_ids))
 
 
 def _is_complete(shelf: Shelf, response_id: str) -> bool:
@@ -103,19 +134,35 @@ def _is_complete(shelf: Shelf, response_id: str) -> bool:
     return shelf.has(response_id) and found.fetchone() is not None
 
 
-def output_of(response: bytes) -> msgspec.Raw:
-    """Return the list of the items of a response, as JSON."""
-    return msgspec.json.decode(response, type=_Output).output
+def _items(shelf: Shelf, item_ids: Sequence[str]) -> dict[str, bytes]:
+    """Return the items that responses have put out, or that conversations hold, by their ids, without unknown ones.
+    Each response is read once. Raise ApiError."""
+    ids_of: defaultdict[str, list[str]] = defaultdict(list)
+    for item_id in item_ids:
+        ids_of[response_of_item(item_id)].append(item_id)
+    found: dict[str, bytes] = {}
+    num_bytes = 0
+    for response_id, wanted in ids_of.items():
+        output = _output_of(shelf, response_id)
+        num_bytes += len(output)
+        check_named_bytes(num_bytes)
+        items = msgspec.json.decode(output, type=list[msgspec.Raw])
+        for item_id in wanted:
+            number = number_of_item(item_id)
+            item = items[number] if number < len(items) else b""
+            if item and msgspec.json.decode(item, type=_Identified).id == item_id:
+                found[item_id] = bytes(item)
+            elif (of_conversation := item_of_any(shelf, item_id)) is not None:
+                found[item_id] = of_conversation
+                num_bytes += len(of_conversation)
+                check_named_bytes(num_bytes)
+    return found
 
 
-def _item(shelf: Shelf, item_id: str) -> bytes | None:
-    """Return an item that a response has put out, or that a conversation holds; None for an unknown one."""
-    kept = find(shelf, response_of_item(item_id))
-    if kept is not None:
-        for item in msgspec.json.decode(output_of(kept.response), type=list[msgspec.Raw]):
-            if msgspec.json.decode(item, type=_Identified).id == item_id:
-                return bytes(item)
-    return item_of_any(shelf, item_id)
+def _output_of(shelf: Shelf, response_id: str) -> bytes:
+    query = "SELECT output FROM responses JOIN kept USING (id) WHERE id = ? AND caller = ? AND NOT hidden"
+    row = shelf.db.execute(query, (response_id, shelf.caller)).fetchone()
+    return b"[]" if row is None else bytes(row[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,20 +213,20 @@ def append_items(shelf: Shelf, conversation_id: str, items: Sequence[dict[str, A
     """
     if not shelf.has(conversation_id):
         return None
-    rows = [(conversation_id, item["id"], msgspec.json.encode(item)) for item in map(_identified, items)]
-    num_bytes = sum(len(item) + ROW_BYTES for _, _, item in rows)
+    rows = [(conversation_id, item["id"], msgspec.json.encode(item), shelf.caller) for item in map(_identified, items)]
+    num_bytes = sum(len(item) + ROW_BYTES for _, _, item, _ in rows)
     known = "SELECT size, (SELECT count(*) FROM items WHERE conversation = kept.id) FROM kept WHERE id = ?"
     size, num_items = shelf.db.execute(known, (conversation_id,)).fetchone()
     too_long = size + num_bytes > min(shelf.bounds.max_bytes, limits.MAX_STORED_CONVERSATION_BYTES)
-    names = {item_id for _, item_id, _ in rows}
+    names = {item_id for _, item_id, _, _ in rows}
     if too_long or num_items + len(rows) > limits.MAX_MESSAGES or len(names) < len(rows):
         return None
     if any(_has_item(shelf, conversation_id, name) for name in names):
         return None
-    shelf.db.executemany("INSERT INTO items(conversation, id, item) VALUES (?, ?, ?)", rows)
+    shelf.db.executemany("INSERT INTO items(conversation, id, item, caller) VALUES (?, ?, ?, ?)", rows)
     shelf.grow(conversation_id, num_bytes)
     shelf.touch([conversation_id])
-    return [item for _, _, item in rows]
+    return [item for _, _, item, _ in rows]
 
 
 def append_new_items(shelf: Shelf, conversation_id: str, items: Sequence[dict[str, Any]]) -> list[bytes] | None:
@@ -202,11 +249,8 @@ def item(shelf: Shelf, conversation_id: str, item_id: str) -> bytes | None:
 
 def item_of_any(shelf: Shelf, item_id: str) -> bytes | None:
     """Return an item of one of the caller's conversations as JSON, None for an unknown one."""
-    row = shelf.db.execute(
-        """SELECT item FROM items JOIN kept ON kept.id = conversation
-           WHERE items.id = ? AND caller = ? AND NOT hidden LIMIT 1""",
-        (item_id, shelf.caller),
-    ).fetchone()
+    query = "SELECT item FROM items WHERE caller = ? AND id = ? LIMIT 1"
+    row = shelf.db.execute(query, (shelf.caller, item_id)).fetchone()
     return None if row is None else bytes(row[0])
 
 
@@ -220,15 +264,28 @@ def delete_item(shelf: Shelf, conversation_id: str, item_id: str) -> bool:
     return True
 
 
-def items(shelf: Shelf, conversation_id: str) -> list[tuple[str, bytes]]:
-    """Return the ids and the JSON of all items, in their order."""
-    query = "SELECT id, item FROM items WHERE conversation = ? ORDER BY number"
-    return [(name, bytes(found)) for name, found in shelf.db.execute(query, (conversation_id,))]
+def items_page(shelf: Shelf, conversation_id: str, page: Page) -> Listed | None:
+    """Return items of a conversation; None for an unknown conversation. Raise ApiError."""
+    if not shelf.has(conversation_id):
+        return None
+    after = None
+    if page.after is not None:
+        query = "SELECT number FROM items WHERE conversation = ? AND id = ?"
+        row = shelf.db.execute(query, (conversation_id, page.after)).fetchone()
+        if row is None:
+            raise page.not_listed()
+        after = int(row[0])
+    clause, bounds = page.clause("number", after)
+    found = shelf.db.execute(f"SELECT id, item FROM items WHERE conversation = ? {clause}", (conversation_id, *bounds))
+    rows = [(name, bytes(item)) for name, item in found]
+    return Listed(rows[: page.limit], has_more=len(rows) > page.limit)
 
 
 def conversation_turns(shelf: Shelf, conversation_id: str) -> list[bytes]:
     """Return the items as JSON lists."""
-    return [b"[" + b",".join(found for _, found in items(shelf, conversation_id)) + b"]"]
+    query = "SELECT item FROM items WHERE conversation = ? ORDER BY number"
+    found = shelf.db.execute(query, (conversation_id,))
+    return [b"[" + b",".join(bytes(item) for (item,) in found) + b"]"]
 
 
 def _identified(given: dict[str, Any]) -> dict[str, Any]:

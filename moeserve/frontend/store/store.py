@@ -14,7 +14,6 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ import structlog
 
 from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError, unavailable
-from moeserve.frontend.store.file import connect, prepare
+from moeserve.frontend.store.file import prepare
+from moeserve.frontend.store.threads import Threads
 
 # A use is recorded only if the last one was recorded this many seconds ago, so that reading does not always write.
 _USE_APART_S = 60.0
@@ -206,9 +206,9 @@ class Store:
     def __init__(self, path: Path, bounds: Bounds) -> None:
         self._path = path
         self._bounds = bounds
-        self._writer = _Threads(path, 1)
-        self._readers = _Threads(path, _NUM_READERS)
-        self._watcher = _Threads(path, 1)
+        self._writer = Threads(path, 1)
+        self._readers = Threads(path, _NUM_READERS)
+        self._watcher = Threads(path, 1)
         self._version = -1  # data_version of the file, as the watcher's connection sees it
         self._cleaning: asyncio.Task[None] | None = None
 
@@ -240,12 +240,14 @@ class Store:
         """Return whether any process has written since the last call; True where the file does not tell."""
         before = self._version
         try:
-            self._version = await self._watcher.run(lambda db: int(db.execute("PRAGMA data_version").fetchone()[0]))
+            self._version = await self._watcher.run(
+                b"", lambda db: int(db.execute("PRAGMA data_version").fetchone()[0])
+            )
         except sqlite3.Error:
             return True
         return self._version != before
 
-    async def _run(self, threads: _Threads, begin: str, caller: bytes, work: Callable[[Shelf], _T]) -> _T:
+    async def _run(self, threads: Threads, begin: str, caller: bytes, work: Callable[[Shelf], _T]) -> _T:
         def transact(db: sqlite3.Connection) -> _T:
             db.execute(begin)
             try:
@@ -258,7 +260,7 @@ class Store:
                 raise
 
         try:
-            return await threads.run(transact)
+            return await threads.run(caller, transact)
         except NoRoom as lack:
             raise store_full(lack) from None
         except sqlite3.Error as error:
@@ -270,31 +272,6 @@ class Store:
             with suppress(ApiError):
                 await self.write(b"", drop_old)
             await asyncio.sleep(_SECONDS_BETWEEN_CLEANINGS)
-
-
-class _Threads:
-    """Threads that have a connection each while they work."""
-
-    def __init__(self, path: Path, num_threads: int) -> None:
-        self._path = path
-        self._idle: list[sqlite3.Connection] = []
-        self._pool = ThreadPoolExecutor(num_threads, "store")
-
-    async def run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._work, work)
-
-    async def stop(self) -> None:
-        """Wait for the transactions that have begun, and close the file."""
-        await asyncio.to_thread(self._pool.shutdown)
-        for connection in self._idle:
-            connection.close()
-
-    def _work(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        connection = self._idle.pop() if self._idle else connect(self._path)
-        try:
-            return work(connection)
-        finally:
-            self._idle.append(connection)
 
 
 def store_unavailable() -> ApiError:
