@@ -156,7 +156,7 @@ def test_conversations_are_changed_and_dropped(server: Frontend, client: OpenAI)
     assert (deleted.id, deleted.deleted) == (made.id, True)
     with pytest.raises(openai.NotFoundError, match=made.id):
         create(client, conversation=made.id)
-    for items in ([{"type": "item_reference", "id": "x"}], [{"type": "mcp_call"}], []):
+    for items in ([{"type": "item_reference", "id": "x"}], [{"type": "unknown"}], []):
         refused = server.http.post(f"/v1/conversations/{made.id}/items", json={"items": items})
         assert refused.status_code == 400
 
