@@ -8,7 +8,6 @@ however it ends. So a directory whose lock can be taken belongs to no process, a
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
@@ -23,6 +22,9 @@ from pathlib import Path
 from launcher.preflight import LaunchError
 from moeserve.config import ServeConfig
 from moeserve.engine.kv_disk.files import disk_root, open_root
+from moeserve.model.contents import model_digest
+from moeserve.model.file_hashes import sampled_hashes
+from moeserve.model.spec import ModelError
 from moeserve.wire import RunContext
 
 _PREFIX = "moeserve-"
@@ -30,7 +32,6 @@ _PREFIX = "moeserve-"
 _LONGEST_PATH = 107 - len("/heartbeat.4294967295")
 _JANITOR = Path(__file__).with_name("janitor.py")
 _SECONDS_FOR_JANITOR = 10.0
-_HASHED_FILE_BYTES = 16 * 2**20
 _DEMO_NAME = "demo"
 
 
@@ -145,20 +146,12 @@ def _default_name(model: str | None) -> str:
 
 
 def hash_model(folder: Path) -> str:
-    """Return the SHA-256 (hex) over every visible file's name and size, and the bytes of files below 16 MiB.
+    """Return the digest (hex) of a model by which a frontend and an engine, and the nodes of a service, refuse each
+    other.
 
-    A frontend and an engine of different models refuse each other by it. Weights count by name and size alone: reading
-    gigabytes would delay the start, and both sides read the same disk. Raise LaunchError for a file that cannot be
-    read.
+    Weights count by samples: reading gigabytes would delay the start. Raise LaunchError for a file that cannot be read.
     """
-    digest = hashlib.sha256()
     try:
-        # Hidden files are notes of one machine.
-        for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
-            size = path.stat().st_size
-            digest.update(os.fsencode(path.name) + f"\0{size}\0".encode())
-            if size < _HASHED_FILE_BYTES:
-                digest.update(path.read_bytes())
-    except OSError as error:
-        raise LaunchError(f"{error.filename or folder} cannot be read ({error.strerror}).") from error
-    return digest.hexdigest()
+        return model_digest(folder, sampled_hashes).hex()
+    except ModelError as error:
+        raise LaunchError(str(error)) from error

@@ -70,7 +70,7 @@ class KvTicket:
     """The first `num_blocks` blocks of a prompt, as they lie in an engine.
 
     engine_id: of its life. request_id: of the lease. fingerprint: of all that the bits of blocks depend on but tokens
-    (`moeserve.engine.kv_disk.fingerprint`). prompt: a digest of the tokens in the blocks, in hex. use_by:
+    (`moeserve.engine.fingerprint`). prompt: a digest of the tokens in the blocks, in hex. use_by:
     seconds since the epoch until which the lease waits for its first fetch. A ticket of another kind of service is
     empty.
     """

@@ -216,7 +216,8 @@ class Control(Message):
 class EngineReady(Message):
     """The answer to `Hello`, once the model is loaded. keeps_states: prefixes need snapshots of recurrent states.
     drafts: draft tokens are made. arithmetic: how the model multiplies, for people. kv_event_sources: where each rank
-    publishes events about its cached blocks; empty if it does not. default_max_tokens: the longest answer to a request
+    publishes events about its cached blocks; empty if it does not. fingerprint: see `moeserve.engine.fingerprint`;
+    weights count in it by samples. default_max_tokens: the longest answer to a request
     that sets no bound, longest_answer: to any request; None for all that the context leaves."""
 
     pid: int
@@ -240,6 +241,7 @@ class EngineReady(Message):
     kv_event_sources: list[dict[str, Any]] = []
     default_max_tokens: int | None = None
     longest_answer: int | None = None
+    fingerprint: str = ""
 
 
 class Refused(Message):

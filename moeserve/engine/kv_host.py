@@ -24,7 +24,7 @@ from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import RESERVE_BYTES, KvBudget, available_bytes, step_budget
 from moeserve.engine.kv_disk.copier import BlockBuffer, BlockCopier, Buffer, make_buffers, take_all
 from moeserve.engine.kv_disk.files import BlockFiles
-from moeserve.engine.kv_disk.opening import block_tensors, memories_of
+from moeserve.engine.kv_disk.opening import memories_of
 from moeserve.engine.rank import Rank
 from moeserve.scheduling.lower_tier import GONE, STORED_AT_ONCE, CopyJob, CopyResult, Hosted, num_kept_free
 from moeserve.settings.quantities import show_size
@@ -265,7 +265,7 @@ def disk_copier(rank: Rank, files: BlockFiles, hosted: Hosted | None = None) -> 
     if rank.model.device == "cpu":
         arrays = memories_of(rank)
         return BlockCopier(files, lambda: make_buffers(arrays), hosted)
-    tensors = block_tensors(rank)
+    tensors = rank.block_tensors()
     return BlockCopier(files, lambda: device_buffers(tensors), hosted)
 
 
@@ -405,7 +405,7 @@ def plan_kv_host(
 
 def open_kv_host(config: ServeConfig, rank: Rank) -> KvHost:
     """Take the host's memory for a rank's blocks. For errors see `plan_kv_host`."""
-    memories, plan = block_tensors(rank), _plan_of(config, rank)
+    memories, plan = rank.block_tensors(), _plan_of(config, rank)
     device = next(iter(memories[Kind.KV] or memories[Kind.WINDOW])).device
     pages = HostPages(plan.num_pages, plan.page_bytes, device)
     num_kept = plan.num_pages - plan.num_job_pages
@@ -423,6 +423,6 @@ def open_hosted(config: ServeConfig, rank: Rank) -> HostedBlocks:
 
 def _plan_of(config: ServeConfig, rank: Rank) -> HostPlan:
     sizes = {
-        kind: sum(int(one.shape[0] * one.shape[2]) for one in memory) for kind, memory in block_tensors(rank).items()
+        kind: sum(int(one.shape[0] * one.shape[2]) for one in memory) for kind, memory in rank.block_tensors().items()
     }
     return plan_kv_host(config, rank.model.kv, rank.model.kv_bytes, sizes, available_bytes())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,11 @@ from moeserve.model.rope import rope_switch
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Pending, StepPlan, StepResult
 from moeserve.scheduling.steps import Runner, abandoned_if_it_fails
+from radix_cache import Kind
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from experts.memory.memory import ExpertMemory
     from experts.memory.residency import ExpertMemoryStats
@@ -184,6 +186,16 @@ class Rank:
     state_pool: StatePool | None = None
     warm_up: Sequence[tuple[int, float]] = ()
     expert_file: ExpertFileWriter | None = None
+
+    def block_tensors(self) -> Mapping[Kind, Sequence[Tensor]]:
+        """Return the memories of KV blocks and, where there are some, of window blocks and states."""
+        assert self.kv_pool is not None
+        memories = {Kind.KV: self.kv_pool.block_bytes()}
+        if windows := self.kv_pool.window_bytes():
+            memories[Kind.WINDOW] = windows
+        if self.state_pool is not None:
+            memories[Kind.STATE] = [self.state_pool.row_bytes()]
+        return memories
 
     def begin_step(self, rows: StepRows) -> None:
         """Prepare the exchange of rows for the step that all ranks launch next."""

@@ -24,6 +24,7 @@ from moeserve.engine.crashes.suspects import Suspects, open_suspects
 from moeserve.engine.doctor import summary
 from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
+from moeserve.engine.fingerprint import fingerprint_of
 from moeserve.engine.kv_disk.opening import KvDisk, open_kv_disk
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
 from moeserve.engine.kv_host import HostCopier, HostedBlocks, KvHost, disk_copier, open_hosted, open_kv_host
@@ -180,7 +181,7 @@ def serve(
         ends.callback(masks.close)
         events = _start_events(kv_events, caches, sockets, ends) if kv_events.is_on else None
         drafts, event_sources = scheduler.draft_counters is not None, [] if events is None else events.sources
-        ready = _ready(context, model, caches[0], event_sources, drafts=drafts)
+        ready = _ready(context, rank, caches[0], event_sources, drafts=drafts)
         steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
         monitor = _monitor(context, model.spec, recording, sources)
         copier = None if lower is None else _start_copier(lower, rank, hosted, copies, executor)
@@ -251,14 +252,15 @@ def _start_events(
 
 
 def _ready(
-    context: RunContext, model: ServedModel, cache: PrefixCache, kv_event_sources: list[dict[str, Any]], *, drafts: bool
+    context: RunContext, rank: Rank, cache: PrefixCache, kv_event_sources: list[dict[str, Any]], *, drafts: bool
 ) -> EngineReady:
-    config = context.config
+    config, model = context.config, rank.model
     num_ranks = config.expert_parallel_size
     longest_answer = parse_generation(config.override_generation_config).get(MAX_NEW_TOKENS)
     return EngineReady(
         pid=os.getpid(),
         model_hash=context.model_hash,
+        fingerprint=fingerprint_of(config, rank, context.model_hash),
         max_model_len=model.kv.max_model_len,
         vocab_size=model.spec.vocab_size,
         eos_token_ids=model.eos_token_ids,

@@ -79,7 +79,6 @@ class Services:
         self._wishes: Counter[Rest] = Counter()
         self._num_submitted_before = 0
         self.created = int(time.time())
-        self.fingerprint = f"fp_{run.model_hash[:12]}"
         # Each frontend draws seeds of its own.
         self._seeds = random.Random(run.config.seed + (number << 64))
         self._facts: ModelFacts | None = None
@@ -183,6 +182,12 @@ class Services:
         if engine.rest is not Rest.AWAKE and (self._wishes[Rest.AWAKE] or engine.num_requests):
             tick |= Tick.WAKE
         return tick
+
+    @property
+    def fingerprint(self) -> str:
+        """The name of what computes answers. Before an engine was ready, that of the model."""
+        ready = self.engine.ready
+        return f"fp_{(self.run.model_hash if ready is None else ready.fingerprint)[:12]}"
 
     @property
     def capacity(self) -> int:

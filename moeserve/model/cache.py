@@ -33,6 +33,8 @@ RECORDED = "moeserve verify --record"
 _HASH_THREADS = 2  # hashlib releases the interpreter lock
 _CLOCK_TICK_SECONDS = 0.02  # at least the resolution of file times on Linux's local file systems
 
+# The size, mtime, ctime and inode of a file. The ctime catches an edit that restores the mtime.
+Identity = tuple[int, int, int, int]
 # (folder, progress): writes all files of the folder.
 Build = Callable[[Path, Progress], None]
 
@@ -67,7 +69,7 @@ def ensure_built(
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent / f".{target.name}.lock", report):
+        with locked(target.parent / f".{target.name}.lock", report):
             # Another process may have built it while this one waited for the lock.
             if (why := _why_bad(target, builder, report)) is not None:
                 if refuse_damaged is not None and not isinstance(why, OtherBuilderError):
@@ -99,7 +101,7 @@ def built_names(root: Path) -> list[str]:
 
 def remove_built(target: Path) -> int:
     """Remove a folder and the remains of unfinished builds of it. Wait for a running build. Return the bytes freed."""
-    with _locked(target.parent / f".{target.name}.lock", silent):
+    with locked(target.parent / f".{target.name}.lock", silent):
         folders = [target, *target.parent.glob(f".{target.name}.tmp-*")]
         num_bytes = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
         _remove_leftovers(target)
@@ -146,7 +148,7 @@ def _build(target: Path, builder: str, build: Build, report: Progress) -> None:
 
 
 @contextmanager
-def _locked(path: Path, report: Progress) -> Iterator[None]:
+def locked(path: Path, report: Progress) -> Iterator[None]:
     """Hold an exclusive lock on `path`; the kernel releases it if this process dies. The file stays."""
     with path.open("a") as file:
         try:
@@ -198,7 +200,7 @@ class _Verdict(msgspec.Struct, frozen=True):
     """manifest: the sha256 of the checked manifest. files: the identities of the files that passed, by name."""
 
     manifest: str
-    files: dict[str, tuple[int, int, int, int]]
+    files: dict[str, Identity]
 
 
 def write_manifest(folder: Path, *, builder: str, progress: Progress | None = None) -> Manifest:
@@ -209,7 +211,7 @@ def write_manifest(folder: Path, *, builder: str, progress: Progress | None = No
         if path.is_file() and path.name not in (MANIFEST_NAME, VERDICT_NAME)
     )
     identities = _identities(folder, names)
-    _let_clock_tick(identities)
+    let_clock_tick(identities.values())
     hashes = _hash_all(folder, names, "hash files", progress or silent)
     files = {name: FileEntry(size=identities[name][0], sha256=hashes[name]) for name in names}
     manifest = Manifest(builder=builder, files=files)
@@ -238,7 +240,7 @@ def verify(
     verdict = _Verdict(digest, identities)
     if not thorough and _recall(folder) == verdict:
         return manifest
-    _let_clock_tick(identities)
+    let_clock_tick(identities.values())
     hashes = _hash_all(folder, manifest.files, "verify files", progress or silent)
     for name, entry in manifest.files.items():
         if hashes[name] != entry.sha256:
@@ -291,8 +293,12 @@ def _read_manifest(folder: Path) -> tuple[bytes, Manifest]:
     return raw, manifest
 
 
-def _identities(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int, int, int]]:
-    """Return (size, mtime_ns, ctime_ns, inode) by name. The ctime catches an edit that restores the mtime."""
+def identity_of(status: os.stat_result) -> Identity:
+    """Return what distinguishes a file from a later one at its path."""
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _identities(folder: Path, names: Iterable[str]) -> dict[str, Identity]:
     identities = {}
     for name in names:
         try:
@@ -301,13 +307,13 @@ def _identities(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int,
             raise ManifestError(f"{folder / name} cannot be read ({error.strerror}).") from error
         if not S_ISREG(stat.st_mode):
             raise ManifestError(f"{folder / name} is not a regular file, so it is not read.")
-        identities[name] = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        identities[name] = identity_of(stat)
     return identities
 
 
-def _let_clock_tick(identities: dict[str, tuple[int, int, int, int]]) -> None:
-    """Wait until the clock is past the files' times, or the verdict could miss a change made from now on."""
-    newest = max((changed for _, _, changed, _ in identities.values()), default=0) / 1e9
+def let_clock_tick(identities: Iterable[Identity]) -> None:
+    """Wait until the clock is past the files' times, or a change made from now on could leave their identities."""
+    newest = max((changed for _, _, changed, _ in identities), default=0) / 1e9
     time.sleep(min(max(newest + _CLOCK_TICK_SECONDS - time.time(), 0.0), _CLOCK_TICK_SECONDS))
 
 

@@ -14,9 +14,12 @@ _SOURCE_DIGITS = 16
 _NAME = re.compile(rf".+-[0-9a-f]{{{_SOURCE_DIGITS}}}")
 
 
-def folder_name(model: str, source: bytes) -> str:
-    """Return the name of the folder of a model's expert file. source: see `ExpertFile`."""
-    return f"{model}-{source.hex()[:_SOURCE_DIGITS]}"
+def find_folder(root: Path, model: str, digest: bytes) -> Path:
+    """Return the folder of a model's expert file: the one with this digest, whatever the model was called when it was
+    made, or else a new one."""
+    digits = digest.hex()[:_SOURCE_DIGITS]
+    found = sorted(path for path in root.glob(f"*-{digits}") if not path.name.startswith("."))
+    return found[0] if found else root / f"{model}-{digits}"
 
 
 def expert_folders(root: Path) -> list[str]:

@@ -20,10 +20,12 @@ from kernels.packed_experts import ExpertLayout, ExpertPacking, LayerPackings
 from moeserve.config import cache_root
 from moeserve.model.cache import ensure_built, find_built
 from moeserve.model.checkpoint import read_index
-from moeserve.model.expert_folders import BUILDER, EXPERT_FILE, folder_name
+from moeserve.model.contents import HashFiles, model_digest
+from moeserve.model.expert_folders import BUILDER, EXPERT_FILE, find_folder
 from moeserve.model.expert_weights import LayerExperts, NativeExperts, StoredExperts, packed_experts
+from moeserve.model.file_hashes import WEIGHTS_MEMORY, sampled_hashes, whole_hashes
 from moeserve.model.rounding import NO_ROUNDING, Rounding
-from moeserve.model.spec import CheckpointError, DecoderSpec, ModelError, ModelSpec, Progress
+from moeserve.model.spec import CheckpointError, DecoderSpec, ModelError, ModelSpec, Progress, silent
 from moeserve.model.stored import TensorInfo
 
 
@@ -63,7 +65,7 @@ def layouts_of(stored: StoredExperts) -> LayerPackings[ExpertLayout]:
 class ExpertFile:
     """The file of all experts of all sparse layers of a checkpoint, whether it is built yet or not.
 
-    source: 32 bytes that identify the weights and their layout.
+    The folder is named after a sample of the weights, so that a start without a file need not hash them.
     """
 
     def __init__(
@@ -76,15 +78,24 @@ class ExpertFile:
     ) -> None:
         """root: the folder above (default: the cache). num_experts: of each layer. packings: of the stored experts;
         `layouts_in_store` gives a CPU's packings."""
-        self._stored, self._num_experts, self._packings = stored, num_experts, packings
-        self.source = _source(directory, stored.index, packings)
-        self._folder = (root or cache_root() / "experts") / folder_name(directory.name, self.source)
-        self._builder = f"{BUILDER} {VERSION} {self.source.hex()}"
+        self._directory, self._stored, self._num_experts, self._packings = directory, stored, num_experts, packings
+        root = root or cache_root() / "experts"
+        self._memory = root / WEIGHTS_MEMORY
+        self._folder = find_folder(root, directory.name, self._digest(sampled_hashes))
+        self._source: bytes | None = None
         self.path = self._folder / EXPERT_FILE
+
+    @property
+    def source(self) -> bytes:
+        """32 bytes that identify the weights and their layout."""
+        return self._identify(silent)
 
     def is_built(self, progress: Progress) -> bool:
         """Raise ModelError if the file is damaged: one of many gigabytes that changed is for its owner to inspect."""
-        return find_built(self._folder, builder=self._builder, refuse_damaged=EXPERT_FILE, progress=progress)
+        if not self._folder.exists():
+            return False
+        builder = self._builder(progress)
+        return find_built(self._folder, builder=builder, refuse_damaged=EXPERT_FILE, progress=progress)
 
     def ensure(self, progress: Progress, experts: Iterable[Tensor] | None = None) -> None:
         """Build the file if it is missing. Raise ModelError if it cannot be built or is damaged.
@@ -99,7 +110,7 @@ class ExpertFile:
             packed = packed_experts(self._stored, packings, report) if experts is None else experts
             write_expert_file(
                 folder / EXPERT_FILE,
-                source=self.source,
+                source=self._identify(report),
                 num_layers=num_layers,
                 num_experts=self._num_experts,
                 expert_bytes=packings.num_bytes,
@@ -108,7 +119,7 @@ class ExpertFile:
 
         ensure_built(
             self._folder,
-            builder=self._builder,
+            builder=self._builder(progress),
             build=build,
             bytes_needed=(num_layers * self._num_experts + 1) * round_to_page(packings.num_bytes),
             progress=progress,
@@ -116,15 +127,17 @@ class ExpertFile:
             advice="name a folder that can be in --expert-store-dir",
         )
 
+    def _builder(self, progress: Progress) -> str:
+        return f"{BUILDER} {VERSION} {self._identify(progress).hex()}"
 
-def _source(directory: Path, index: Mapping[str, TensorInfo], packings: LayerPackings[ExpertPacking]) -> bytes:
-    """Hash the configuration, and name, size and time of the weight files: reading them would take too long."""
-    digest = hashlib.sha256(f"{VERSION} {packings.name} {packings.num_bytes}\n".encode())
-    digest.update((directory / "config.json").read_bytes())
-    for file in sorted({info.file for info in index.values()}):
-        stat = file.stat()
-        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.digest()
+    def _identify(self, progress: Progress) -> bytes:
+        if self._source is None:
+            self._source = self._digest(lambda files: whole_hashes(files, self._memory, progress))
+        return self._source
+
+    def _digest(self, hash_weights: HashFiles) -> bytes:
+        layout = f"{VERSION} {self._packings.name} {self._packings.num_bytes}\n".encode()
+        return hashlib.sha256(layout + model_digest(self._directory, hash_weights, with_texts=False)).digest()
 
 
 class ExpertPacker:

@@ -71,40 +71,52 @@ class PackedPart:
     rows: int = 1
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a model in the order in which they are read. Raise CheckpointError."""
+    return _files_of(directory, _promised(directory))
+
+
 def read_headers(directory: Path) -> dict[str, TensorInfo]:
     """Return the tensors of the safetensors files in ``directory`` by name. See `checkpoint.read_index`."""
-    if (directory / _INDEX).is_file():
-        return _read_sharded(directory)
-    if (directory / _SINGLE).is_file():
-        return _read_header(directory / _SINGLE)
-    others = sorted(directory.glob("*.safetensors"))
-    if len(others) == 1:
-        return _read_header(others[0])
-    if others:
-        raise MissingWeights(f"{directory} holds {len(others)} safetensors files but no {_INDEX}.")
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
-        raise MissingWeights(f"{directory} holds pickled weights only; moeserve reads safetensors.")
-    raise MissingWeights(f"There are no weights in {directory}: neither {_SINGLE} nor {_INDEX}.")
-
-
-def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
-    path = directory / _INDEX
-    try:
-        weight_map = read_json(path)["weight_map"]
-        files = {name: directory / file for name, file in weight_map.items()}
-    except (ModelError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} is not a valid safetensors index.") from None
+    promised = _promised(directory)
     tensors: dict[str, TensorInfo] = {}
-    for file in sorted(set(files.values())):
-        if file.parent != directory:
-            raise CheckpointError(f"{path} names a file outside its folder.")
-        if not file.is_file():
-            raise MissingWeights(f"{file.name} is missing from {directory}.")
+    for file in _files_of(directory, promised):
         tensors |= _read_header(file)
-    for name, file in files.items():
+    for name, file in promised.items():
         if name not in tensors:
             raise CheckpointError(f"{file.name} does not hold the tensor {name} that the index promises.")
     return tensors
+
+
+def _promised(directory: Path) -> dict[str, Path]:
+    """Return the file of each tensor by the index; nothing without one."""
+    path = directory / _INDEX
+    if not path.is_file():
+        return {}
+    try:
+        return {name: directory / file for name, file in read_json(path)["weight_map"].items()}
+    except (ModelError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} is not a valid safetensors index.") from None
+
+
+def _files_of(directory: Path, promised: Mapping[str, Path]) -> list[Path]:
+    for file in (files := sorted(set(promised.values()))):
+        if file.parent != directory:
+            raise CheckpointError(f"{directory / _INDEX} names a file outside its folder.")
+        if not file.is_file():
+            raise MissingWeights(f"{file.name} is missing from {directory}.")
+    if files:
+        return files
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
+    others = sorted(directory.glob("*.safetensors"))
+    if len(others) > 1:
+        raise MissingWeights(f"{directory} holds {len(others)} safetensors files but no {_INDEX}.")
+    if not others:
+        if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
+            raise MissingWeights(f"{directory} holds pickled weights only; moeserve reads safetensors.")
+        raise MissingWeights(f"There are no weights in {directory}: neither {_SINGLE} nor {_INDEX}.")
+    return others
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -253,17 +254,21 @@ def test_threads_that_pack_experts_at_once_write_the_bytes_of_the_expert_file(tm
 
 
 def test_a_store_is_kept_and_one_of_other_weights_gets_its_own(small_model: Path, tmp_path: Path) -> None:
-    config = config_for(small_model, 3, tmp_path)
+    shutil.copytree(small_model, model := tmp_path / "model")
+    config = config_for(model, 3, tmp_path / "store")
 
     def files() -> dict[str, int]:
-        write_file(small_model, config)
-        return {str(path.parent.name): path.stat().st_ino for path in tmp_path.glob("*/experts.bin")}
+        write_file(model, config)
+        return {str(path.parent.name): path.stat().st_ino for path in tmp_path.glob("store/*/experts.bin")}
 
     first = files()
     assert len(first) == 1
     assert files() == first
-    weights = small_model / "model.safetensors"
-    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
+    os.utime(model / "model.safetensors", ns=(0, 1))
+    assert files() == first
+    with (model / "model.safetensors").open("r+b") as weights:
+        weights.seek(-9, os.SEEK_END)
+        weights.write(b"???")
     assert len(files()) == 2
 
 

@@ -25,6 +25,7 @@ from kernels.cpu.library import native_kernels
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.experts.kept import ExpertFileWriter
 from moeserve.engine.memory_plan import plan_model, read_spec, rounding_of
+from moeserve.model import file_hashes
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import ExpertFile, layouts_of, stored_experts
 from moeserve.model.gguf.folder import gguf_folder
@@ -162,14 +163,42 @@ def test_a_service_that_ends_while_the_file_is_written_removes_it(tmp_path: Path
     assert not list((tmp_path / "store").glob(".*.tmp-*"))
 
 
-def test_experts_of_other_weights_are_not_taken(tmp_path: Path) -> None:
-    model, store = _rounded(tmp_path), tmp_path / "store"
+@pytest.mark.parametrize("num_samples", [256, 0])
+@pytest.mark.parametrize("make", [_gguf, _rounded])
+def test_experts_of_other_weights_of_the_same_size_and_time_are_not_taken(
+    make: Callable[[Path], Model], num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not num_samples:
+        monkeypatch.setattr(file_hashes, "_SMALL_BYTES", 0)
+        monkeypatch.setattr(file_hashes, "_SAMPLE_BYTES", 0)
+    model, store = make(tmp_path), tmp_path / "store"
     answers(model, store)
-    os.utime(model.weights, ns=(1, 1))
+    status, content = model.weights.stat(), bytearray(model.weights.read_bytes())
+    content[-9] ^= 1
+    model.weights.write_bytes(content)
+    os.utime(model.weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    if make is _gguf:
+        model = model._replace(folder=gguf_folder(model.weights, tmp_path / "cache"))
     with capture_logs() as logs:
         answers(model, store)
     assert [line["event"] for line in logs if "expert" in line["event"]] == ["expert_file_written"]
-    assert len(list(store.glob("*/experts.bin"))) == 2
+    assert len(list(store.glob("*/experts.bin"))) == (2 if num_samples else 1)
+
+
+@pytest.mark.parametrize("make", [_gguf, _rounded])
+def test_experts_of_the_same_weights_elsewhere_are_taken(make: Callable[[Path], Model], tmp_path: Path) -> None:
+    model, store = make(tmp_path), tmp_path / "store"
+    wanted = answers(model, store)
+    if make is _gguf:
+        shutil.copyfile(model.weights, elsewhere := tmp_path / "elsewhere.gguf")
+        model = model._replace(folder=gguf_folder(elsewhere, tmp_path / "cache"))
+    else:
+        shutil.copytree(model.folder, tmp_path / "elsewhere", copy_function=shutil.copyfile)
+        (tmp_path / "elsewhere/README.md").write_text("The same.")
+        model = model._replace(folder=tmp_path / "elsewhere")
+    with capture_logs() as logs:
+        assert answers(model, store) == wanted
+    assert [line["event"] for line in logs if "expert" in line["event"]] == ["experts_mapped"]
 
 
 def _cut(path: Path) -> None:

@@ -26,6 +26,7 @@ from moeserve.engine.kv_host import (
     open_kv_host,
 )
 from moeserve.engine.memory_plan import check_kv_tiers
+from moeserve.engine.rank import Rank
 from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
@@ -142,8 +143,12 @@ def rank_of(num_blocks: int, *, kinds: tuple[Kind, ...] = (), num_snapshots: int
     )
     state_pool = SimpleNamespace(row_bytes=lambda: memory[Kind.STATE][0]) if Kind.STATE in kinds else None
     kv = SimpleNamespace(num_blocks=num_blocks, num_snapshots=num_snapshots)
+    model = SimpleNamespace(kv=kv, kv_bytes=24 * num_blocks)
     return SimpleNamespace(
-        kv_pool=kv_pool, state_pool=state_pool, model=SimpleNamespace(kv=kv, kv_bytes=24 * num_blocks)
+        kv_pool=kv_pool,
+        state_pool=state_pool,
+        model=model,
+        block_tensors=lambda: Rank.block_tensors(SimpleNamespace(kv_pool=kv_pool, state_pool=state_pool)),  # type: ignore[arg-type]
     )
 
 

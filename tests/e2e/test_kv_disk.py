@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from tests.support.saved_models import saved_model
 from tests.support.service import Service, children_of, descendants, is_ready, service, wait_until
+from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_model import SPECIALS, TEMPLATE, write_model_dir
 
 # The tiny model's KV takes 4 KiB per block of 16 tokens.
@@ -72,6 +74,34 @@ def test_a_restart_and_kill_9_leave_prefixes_warm_with_the_same_bits(model: Path
         assert ask(running, cache_salt="other")[1] == {"device": 0, "host": 0, "disk": 0}
         assert running.http.delete("/v1/cache").status_code == 200
         assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 0})
+
+
+def test_kv_of_a_gguf_file_is_of_its_bytes_and_of_no_path_or_time(tmp_path: Path) -> None:
+    path, settings = tmp_path / "model.gguf", ("--kv-disk-path", str(tmp_path / "kv"), "--engine-timeout", "30")
+
+    def answers(name: str, gguf: Path) -> tuple[list[float], int, str]:
+        """Return log probabilities, how many tokens came from disk, and the fingerprint."""
+        with service(gguf, tmp_path / name, *settings) as running:
+            values, where = ask(running)
+            body = {"model": "m", "prompt": [3], "max_tokens": 1}
+            fingerprint = running.http.post("/v1/completions", json=body).json()["system_fingerprint"]
+            wait_for_blocks(running, 13)
+            return values, where["disk"], fingerprint
+
+    write_gguf(path)
+    first, num_from_disk, fingerprint = answers("0", path)
+    assert num_from_disk == 0
+    status = path.stat()
+    write_gguf(other := tmp_path / "other.gguf", seed=1)
+    shutil.copyfile(path, elsewhere := tmp_path / "elsewhere.gguf")
+    path.write_bytes(other.read_bytes())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+    second, num_from_disk, its_fingerprint = answers("1", path)
+    assert num_from_disk == 0
+    assert second != first
+    assert its_fingerprint != fingerprint
+    assert answers("2", elsewhere) == (first, 192, fingerprint)
 
 
 def test_the_ranks_of_a_service_share_what_each_has_written(model: Path, tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ def pairs_from_halves(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows // heads // 2, hidden).swapaxes(1, 2).reshape(rows, hidden)
 
 
-def write_gguf(path: Path, architecture: str = "llama") -> dict[str, np.ndarray]:
+def write_gguf(path: Path, architecture: str = "llama", seed: int = 0) -> dict[str, np.ndarray]:
     """Write a random llama-type model; returns the q and k weights it began with."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_vocab_size(len(TOKENS))
     writer.add_embedding_length(HIDDEN)

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from launcher.cli import main
 from moeserve.model.cache import ensure_built
-from moeserve.model.expert_folders import BUILDER, EXPERT_FILE, expert_folders, folder_name
+from moeserve.model.expert_folders import BUILDER, EXPERT_FILE, expert_folders, find_folder
 
 
 def run(command: str, folder: Path) -> Result:
@@ -26,7 +26,7 @@ def store_with(tmp_path: Path, *models: str) -> Path:
 
         source = bytes([number]) * 32
         ensure_built(
-            store / folder_name(model, source), builder=f"{BUILDER} 1 {source.hex()}", build=build, bytes_needed=0
+            find_folder(store, model, source), builder=f"{BUILDER} 1 {source.hex()}", build=build, bytes_needed=0
         )
     return store
 

@@ -18,8 +18,7 @@ from click.testing import CliRunner
 
 from launcher.cli import main
 from moeserve.engine.kv_disk.copier import BlockCopier, make_buffers
-from moeserve.engine.kv_disk.files import BlockError, BlockFiles, clear, open_root, scan, why_damaged
-from moeserve.engine.kv_disk.fingerprint import fingerprint_of
+from moeserve.engine.kv_disk.files import BlockError, BlockFiles, clear, open_root, scan, why_damaged, why_unusable
 from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock, border_name
 
@@ -193,17 +192,24 @@ def test_the_secret_stays_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
         open_root(tmp_path / "kv")
 
 
-def test_a_fingerprint_follows_weights_and_facts(tmp_path: Path) -> None:
-    model, root = tmp_path / "m", tmp_path / "kv"
-    model.mkdir()
+def test_a_folder_in_which_another_user_could_put_blocks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "kv"
     open_root(root)
-    (model / "model.safetensors").write_bytes(b"weights" * 100)
-    first = fingerprint_of(model, root, ("float32", 16))
-    assert fingerprint_of(model, root, ("float32", 16)) == first
-    others = {fingerprint_of(model, root, facts) for facts in (("float32", 32), ("bfloat16", 16))}
-    (model / "model.safetensors").write_bytes(b"weights" * 99 + b"weightz")
-    others.add(fingerprint_of(model, root, ("float32", 16)))
-    assert len(others | {first}) == 4
+    root.chmod(0o777)
+    with pytest.raises(PermissionError, match="all users may write to it"):
+        open_root(root)
+    assert why_unusable(root) == "all users may write to it"
+    root.chmod(0o755)
+    open_root(root)
+    if os.geteuid() == 0:
+        os.chown(root, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="it belongs to another user"):
+        open_root(root)
+    assert why_unusable(root) == "it belongs to another user"
 
 
 def finish(copier: BlockCopier, job: CopyJob) -> CopyResult:

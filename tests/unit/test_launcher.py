@@ -194,14 +194,6 @@ def test_gpus_are_named_by_the_driver(tmp_path):
     assert gpu_names(tmp_path) == ["NVIDIA H200"]
 
 
-def test_the_model_hash_follows_names_sizes_and_small_files(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    first = hash_model(tmp_path)
-    assert hash_model(tmp_path) == first
-    (tmp_path / "config.json").write_text("[]")
-    assert hash_model(tmp_path) != first
-
-
 def test_children_inherit_no_settings_and_no_keys():
     inherited = child_environment({"MOESERVE_API_KEY": "secret", "NOTIFY_SOCKET": "s", "HOME": "/h"}, threads=2)
     assert "MOESERVE_API_KEY" not in inherited
@@ -251,19 +243,13 @@ def test_a_watchdog_that_is_gone_or_does_not_read_holds_nothing_up(tmp_path, mon
             pat_watchdog()
 
 
-def test_notes_of_one_machine_do_not_tell_models_apart(tmp_path: Path) -> None:
+def test_a_model_file_that_may_not_be_read_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text("{}")
-    first = hash_model(tmp_path)
-    (tmp_path / ".verified.json").write_text("{}")
-    assert hash_model(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
 
-
-def test_a_file_that_may_not_be_read_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text("{}")
-
-    def refuse(path: Path) -> bytes:  # root may read everything
+    def refuse(path: Path, *_: object, **__: object) -> None:  # root may read everything
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(LaunchError, match=r"config.json cannot be read \(Permission denied\)"):
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(LaunchError, match=r"model.safetensors cannot be read \(Permission denied\)"):
         hash_model(tmp_path)

@@ -61,7 +61,7 @@ class ExpertFileWriter:
             kernels.compute_alone()
         began = time.monotonic()
         try:
-            self._file.ensure(silent, self._until_stopped())
+            self._file.ensure(self._check_stopped, self._until_stopped())
             self._then()
         except _Stopped:
             return
@@ -72,9 +72,12 @@ class ExpertFileWriter:
 
     def _until_stopped(self) -> Iterator[Tensor]:
         for expert in self._experts:
-            if self._stopping.is_set():
-                raise _Stopped
+            self._check_stopped()
             yield expert
+
+    def _check_stopped(self, *_: object) -> None:
+        if self._stopping.is_set():
+            raise _Stopped
 
 
 class _Stopped(Exception):

@@ -1,7 +1,7 @@
 """Files of KV blocks: one per block, written whole or not at all, and checked whenever they are read.
 
     DIR/secret                         32 random bytes that key all names
-    DIR/weights.json                   hashes of weights by path, size and times (`moeserve.engine.kv_disk.fingerprint`)
+    DIR/weights.json                   hashes of files of weights (`moeserve.model.file_hashes`)
     DIR/FINGERPRINT/about.json         the facts behind a fingerprint, for people
     DIR/FINGERPRINT/ACCOUNT.NAMESPACE/NAME    one KV block; NAME01: its window block, NAME02: the state after it
 
@@ -52,8 +52,13 @@ class BlockError(Exception):
 
 
 def open_root(root: Path) -> bytes:
-    """Make the folder of a cache, private to this user, unless it is there; return its secret. Raise OSError."""
+    """Make the folder of a cache, private to this user, unless it is there; return its secret.
+
+    Raise OSError, also for a folder in which another user could put blocks.
+    """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (why := _why_untrusted(root)) is not None:
+        raise PermissionError(errno.EPERM, why)
     path = root / _SECRET
     with suppress(FileNotFoundError):
         return _read_secret(path)
@@ -75,7 +80,16 @@ def why_unusable(root: Path) -> str | None:
     existing = next(folder for folder in (root, *root.parents) if os.path.exists(folder))
     if not existing.is_dir():
         return f"{existing} is not a folder"
+    if existing == root and (why := _why_untrusted(root)) is not None:
+        return why
     return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not for this user to write to"
+
+
+def _why_untrusted(root: Path) -> str | None:
+    found = root.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        return "it belongs to another user"
+    return "all users may write to it" if found.st_mode & stat.S_IWOTH else None
 
 
 def is_root(folder: Path) -> bool:

@@ -6,27 +6,21 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
 from kernels.cpu.checksum import fastest_crc32
-from kernels.cpu.library import build_library, native_kernels
+from kernels.cpu.library import native_kernels
 from moeserve.config import ConfigError
-from moeserve.device import gpu_name
+from moeserve.engine.fingerprint import fingerprint_of_kv
 from moeserve.engine.kv_disk.copier import NUM_READERS, PAUSES, Memories, as_block_memory, block_bytes
 from moeserve.engine.kv_disk.files import BlockFiles, disk_root, open_root, scan, seconds_to_read
-from moeserve.engine.kv_disk.fingerprint import fingerprint_of
 from moeserve.engine.rank import Rank
 from moeserve.settings.quantities import show_size
 from moeserve.wire import RunContext
 from radix_cache import Kind, StoredBlock, StoredBlocks
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _DAY_SECONDS = 86400.0
 # The first guess of the disk's rate reads this number of blocks, spread over the times of their last use, in about this
@@ -60,20 +54,9 @@ class About(msgspec.Struct, frozen=True):
     state_bytes: int = 0
 
 
-def block_tensors(rank: Rank) -> Mapping[Kind, Sequence[Tensor]]:
-    """Return the memories of a rank's KV blocks and, where there are some, of its window blocks and states."""
-    assert rank.kv_pool is not None
-    memories = {Kind.KV: rank.kv_pool.block_bytes()}
-    if windows := rank.kv_pool.window_bytes():
-        memories[Kind.WINDOW] = windows
-    if rank.state_pool is not None:
-        memories[Kind.STATE] = [rank.state_pool.row_bytes()]
-    return memories
-
-
 def memories_of(rank: Rank) -> Memories:
-    """Return `block_tensors` on a CPU as arrays."""
-    return {kind: as_block_memory(tensors) for kind, tensors in block_tensors(rank).items()}
+    """Return `Rank.block_tensors` on a CPU as arrays."""
+    return {kind: as_block_memory(tensors) for kind, tensors in rank.block_tensors().items()}
 
 
 def files_for(rank: Rank, root: Path, fingerprint: str) -> BlockFiles:
@@ -86,11 +69,11 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
     config, model = context.config, rank.model
     assert config.kv_disk_path is not None
     root = disk_root(config.kv_disk_path)
-    memories = block_tensors(rank)
+    memories = rank.block_tensors()
     begun = time.monotonic()
     try:
         secret = open_root(root)
-        fingerprint = fingerprint_of_rank(context, rank, root)
+        fingerprint = fingerprint_of_kv(context, rank, root)
         files = files_for(rank, root, fingerprint)
         sizes = [block_bytes(memories.get(kind, ())) for kind in Kind]
         about = About(context.served_model_names[0], model.arithmetic, config.block_size, *sizes)
@@ -128,33 +111,3 @@ def _first_guess(root: Path, blocks: Sequence[StoredBlock]) -> Mapping[bool, flo
         return {}
     wall_s, used_s = (seconds * probed[0].num_bytes for seconds in found)
     return {False: wall_s, True: wall_s + PAUSES * used_s / NUM_READERS}
-
-
-def fingerprint_of_rank(context: RunContext, rank: Rank, root: Path) -> str:
-    """Return the fingerprint of a rank's blocks. For `root` and errors see `fingerprint_of`."""
-    config, model = context.config, rank.model
-    assert rank.kv_pool is not None
-    layout = [(kind.name, one.shape[0], one.shape[2]) for kind, memory in block_tensors(rank).items() for one in memory]
-    facts = (
-        config.block_size,
-        model.arithmetic,
-        str(model.dtype),
-        [str(pool.dtype) for layer in rank.kv_pool.layers for pool in layer if pool is not None],
-        layout,
-        config.model_impl,
-        config.quantization,
-        config.expert_quantization,
-        # Where there are several ranks, each sums the outputs of its own experts, and sends the sums home rounded.
-        None if rank.group is None else (rank.group.experts.placement.ranks, config.combine_dtype),
-        _compiled(model.device),
-        version("torch"),
-        version("transformers"),
-    )
-    return fingerprint_of(Path(context.model_dir), root, facts)
-
-
-def _compiled(device: str) -> str:
-    """Name the compiled code that computes, and the GPU that it runs on."""
-    if device != "cpu":
-        return f"triton {version('triton')} on {gpu_name()}"
-    return "torch" if native_kernels() is None else build_library().name

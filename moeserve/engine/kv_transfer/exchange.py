@@ -10,8 +10,8 @@ import structlog
 import zmq
 
 from moeserve.config import ConfigError, cache_root
+from moeserve.engine.fingerprint import fingerprint_of_kv
 from moeserve.engine.kv_disk.copier import as_block_memory
-from moeserve.engine.kv_disk.opening import fingerprint_of_rank
 from moeserve.engine.kv_transfer.fetcher import BlockFetcher
 from moeserve.engine.kv_transfer.server import BlockServer
 from moeserve.engine.rank import Rank
@@ -38,7 +38,7 @@ class KvExchange:
         memory = as_block_memory(rank.kv_pool.layer_bytes())
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fingerprint = fingerprint_of_rank(context, rank, root)
+            fingerprint = fingerprint_of_kv(context, rank, root)
         except OSError as error:
             raise ConfigError(f"--kv-transfer-config: {root} cannot be used: {error.strerror or error}.") from error
         self._gatekeeper = Gatekeeper(self._sockets, keys)

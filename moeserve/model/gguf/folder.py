@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from moeserve.config import cache_root
-from moeserve.model.cache import ensure_built
+from moeserve.model.cache import Identity, ensure_built, identity_of
 from moeserve.model.files import GGUF_POINTER, check_file, read_file
 from moeserve.model.gguf.config import Fields, config_of, generation_config_of, num_layers
 from moeserve.model.gguf.header import GgufHeader, read_gguf
@@ -21,21 +21,19 @@ from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
 from moeserve.model.spec import ModelError, Progress, silent
 
 # The version of the files in the folder: raise it when their content changes, and new folders are made.
-_VERSION = 4
+_VERSION = 5
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class _Pointer(msgspec.Struct, frozen=True):
-    """A file of weights; size and mtime distinguish it from a later file at its path. mtime: in nanoseconds."""
+    """A file of weights, and what distinguishes it from a later file at its path."""
 
     path: str
-    size: int
-    mtime: int
+    identity: Identity
 
     @classmethod
     def to(cls, file: Path) -> _Pointer:
-        stat = file.stat()
-        return cls(str(file.absolute()), stat.st_size, stat.st_mtime_ns)
+        return cls(str(file.absolute()), identity_of(file.stat()))
 
 
 def gguf_folder(path: Path, cache: Path | None = None, progress: Progress | None = None) -> Path:
