@@ -6,7 +6,6 @@ queue to a thread; lines that do not fit are dropped and counted.
 
 from __future__ import annotations
 
-import atexit
 import io
 import json
 import logging
@@ -19,6 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO, cast
 
 import structlog
+
+from moeserve.forever import repeat
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _MAX_WAITING_CHARS = 4 * 2**20
@@ -78,27 +79,26 @@ class LogStream(io.TextIOBase):
         self._change = threading.Condition()
         self._waiting.clear()
         self._num_waiting = 0
-        threading.Thread(target=self._write_all, name="logs", daemon=True).start()
+        threading.Thread(target=repeat, args=("logs", self._write_next), name="logs", daemon=True).start()
 
     def _put(self, text: str) -> None:
         self._waiting.append(text)
         self._num_waiting += len(text)
 
-    def _write_all(self) -> None:
-        while True:
+    def _write_next(self) -> None:
+        with self._change:
+            self._is_writing = False
+            self._change.notify_all()
+            self._change.wait_for(lambda: self._waiting)
+            text = self._waiting.popleft()
+            self._num_waiting -= len(text)
+            self._is_writing = True
+        try:
+            self._write(text.encode("utf-8", "backslashreplace"))
+        except (OSError, MemoryError):
+            # The disk is full, or nobody can read this any more.
             with self._change:
-                self._is_writing = False
-                self._change.notify_all()
-                self._change.wait_for(lambda: self._waiting)
-                text = self._waiting.popleft()
-                self._num_waiting -= len(text)
-                self._is_writing = True
-            try:
-                self._write(text.encode("utf-8", "backslashreplace"))
-            except OSError:
-                # The disk is full, or nobody can read this any more.
-                with self._change:
-                    self.num_dropped += max(1, text.count("\n"))
+                self.num_dropped += max(1, text.count("\n"))
 
     def _write(self, data: bytes) -> None:
         while data:
@@ -118,7 +118,6 @@ def configure_logs(level: str, log_format: str, fields: Mapping[str, Any] | None
     common = dict(fields or {})
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     stream = LogStream(sys.stderr.fileno(), _json_notice) if as_json else LogStream(sys.stderr.fileno())
-    atexit.register(stream.drain)
     renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
     structlog.configure(
         processors=[
@@ -132,12 +131,22 @@ def configure_logs(level: str, log_format: str, fields: Mapping[str, Any] | None
         logger_factory=structlog.WriteLoggerFactory(cast("TextIO", stream)),
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(level=logging.WARNING, handlers=[_Forwarding()])
+    logging.basicConfig(level=logging.WARNING, handlers=[_Forwarding(stream)])
     return stream
 
 
 class _Forwarding(logging.Handler):
-    """Writes what libraries log as lines of this program; `logger` names the library's logger."""
+    """Writes what libraries log as lines of this program; `logger` names the library's logger.
+
+    `logging.shutdown`, which the interpreter calls when it ends, waits until the stream's lines are written.
+    """
+
+    def __init__(self, stream: LogStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def flush(self) -> None:
+        self._stream.drain()
 
     def emit(self, record: logging.LogRecord) -> None:
         logger = structlog.get_logger(record.name)

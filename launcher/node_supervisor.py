@@ -14,6 +14,7 @@ from dataclasses import replace
 from launcher.life import RestartPolicy
 from launcher.processes import Child, describe_end, start_computing, statuses
 from launcher.supervisor import GROUP_MODULE, handled_signals
+from moeserve.forever import vital
 from moeserve.statuses import Computing, Ended, Failed, Forked, Loading, Met, Ready
 from moeserve.wire import RunContext
 
@@ -84,8 +85,8 @@ class NodeSupervisor:
             "ranks of this node", GROUP_MODULE, self._context, takes_orders=self._context.config.max_restarts > 0
         )
         self._agent = agent
-        status = asyncio.create_task(self._read_status(reading, agent))
-        watch = asyncio.create_task(self._watch_first_node(agent))
+        status = vital("reports of the ranks", self._read_status(reading, agent))
+        watch = vital("watch over node 0", self._watch_first_node(agent))
         try:
             await agent.ended
             await asyncio.wait({status}, timeout=0.5)

@@ -21,8 +21,10 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 from launcher.processes import decode_status, describe_end, reporter
+from moeserve.forever import repeat
 from moeserve.statuses import Ended, Failed, Forked, Report
 from moeserve.wire import RunContext, load_run_context
 
@@ -53,25 +55,27 @@ class RankLives(threading.Thread):
         return ["--status-fd", str(self._reporting), "--orders-fd", ",".join(str(fd) for fd, _ in self._orders)]
 
     def run(self) -> None:
-        sources = {self._reports: b"", self._supervisor: b""}
-        while True:
-            left = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-            readable = select.select(list(sources), [], [], left)[0]
-            for source in readable:
-                data = os.read(source, 1 << 16)
-                if not data:
-                    # The supervisor has ended, and this process is about to.
-                    del sources[source]
-                    continue
-                *lines, sources[source] = (sources[source] + data).split(b"\n")
-                for line in lines:
-                    if source == self._supervisor:
-                        self._begin(line)
-                    else:
-                        self._on_report(line)
-            if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                self._kill_at = None
-                self._kill()
+        repeat(self.name, partial(self._pass_on, {self._reports: b"", self._supervisor: b""}))
+
+    def _pass_on(self, sources: dict[int, bytes]) -> None:
+        """Wait for lines, or for the time to kill. sources: the beginning of the next line of each pipe."""
+        left = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        readable = select.select(list(sources), [], [], left)[0]
+        for source in readable:
+            data = os.read(source, 1 << 16)
+            if not data:
+                # The supervisor has ended, and this process is about to.
+                del sources[source]
+                continue
+            *lines, sources[source] = (sources[source] + data).split(b"\n")
+            for line in lines:
+                if source == self._supervisor:
+                    self._begin(line)
+                else:
+                    self._on_report(line)
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self._kill_at = None
+            self._kill()
 
     def _begin(self, order: bytes) -> None:
         """Have every rank begin another life."""

@@ -111,7 +111,14 @@ class _Wish:
     rest: Rest
 
 
-_Event = _Signal | _Exited | _Said | _Serving | _Stuck | _Due | _Wish
+@dataclass(frozen=True)
+class _Failed:
+    """A task that watches a process failed: nobody would see what becomes of the process."""
+
+    error: BaseException
+
+
+_Event = _Failed | _Signal | _Exited | _Said | _Serving | _Stuck | _Due | _Wish
 
 
 class Supervisor:
@@ -264,8 +271,13 @@ class Supervisor:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_end)
         return task
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._events.put_nowait(_Failed(error))
 
     async def _announce_exit(self, child: Child, after: asyncio.Task[None] | None = None) -> None:
         await child.ended
@@ -340,6 +352,8 @@ class Supervisor:
 
     def _handle(self, event: _Event) -> None:
         match event:
+            case _Failed(error=error):
+                raise error
             case _Said(child=child, status=status):
                 self._on_status(self._life_of(child), status)
             case _Serving(life=life) if life.serves_since is None:

@@ -26,6 +26,7 @@ from moeserve.engine.kv_disk.copier import BlockBuffer, BlockCopier, Buffer, mak
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.kv_disk.opening import memories_of
 from moeserve.engine.rank import Rank
+from moeserve.forever import repeat
 from moeserve.scheduling.lower_tier import GONE, STORED_AT_ONCE, CopyJob, CopyResult, Hosted, num_kept_free
 from moeserve.settings.quantities import show_size
 from radix_cache import NAME_BYTES, BlockCopy, Kind, StoredBlocks, Tier
@@ -311,17 +312,23 @@ class HostCopier:
     @torch.inference_mode()
     def _run(self) -> None:
         with self._stream.used():
-            while (job := self._jobs.get()) is not None:
-                begun, sizes, error = time.monotonic(), list[int](), None
-                try:
-                    sizes, error = self._write(job) if job.is_write else self._read(job)
-                    self._stream.wait()
-                except Exception as failure:
-                    sizes, error = [], type(failure).__name__
-                    log.error("kv_host_fault", exc_info=failure)
-                    for copy in job.copies if job.is_write else ():
-                        self._pages.free(copy.path)
-                self._results.put(CopyResult(job, sizes, time.monotonic() - begun, error))
+            repeat("kv-host", self._do_next)
+
+    def _do_next(self) -> bool:
+        """Do the next job; return False where there will be none."""
+        if (job := self._jobs.get()) is None:
+            return False
+        begun, sizes, error = time.monotonic(), list[int](), None
+        try:
+            sizes, error = self._write(job) if job.is_write else self._read(job)
+            self._stream.wait()
+        except Exception as failure:
+            sizes, error = [], type(failure).__name__
+            log.error("kv_host_fault", exc_info=failure)
+            for copy in job.copies if job.is_write else ():
+                self._pages.free(copy.path)
+        self._results.put(CopyResult(job, sizes, time.monotonic() - begun, error))
+        return True
 
     def _write(self, job: CopyJob) -> tuple[list[int], str | None]:
         """Return the bytes that each block has in pages, 0 for a block that found no room."""

@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 import zmq
 
+from moeserve.forever import repeat
 from moeserve.wire import MAX_FRAME_BYTES, DecodeError, Heartbeat, Message, ToEngine, decode, encode
 
 _HIGH_WATER_MARK = 100_000  # messages that wait in each direction
@@ -82,9 +83,14 @@ class HeartbeatThread(threading.Thread):
         self._socket.bind(address)
 
     def run(self) -> None:
-        while not self._stopped.wait(_HEARTBEAT_SECONDS):
-            self._socket.send(encode(self._read(), self._incarnation), zmq.NOBLOCK)
+        repeat(self.name, self._beat)
         self._socket.close()
+
+    def _beat(self) -> bool:
+        if self._stopped.wait(_HEARTBEAT_SECONDS):
+            return False
+        self._socket.send(encode(self._read(), self._incarnation), zmq.NOBLOCK)
+        return True
 
     def stop(self) -> None:
         self._stopped.set()

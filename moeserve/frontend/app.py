@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
 
 from moeserve.config import ConfigError
+from moeserve.forever import Forever
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.jobs.batches import Batches
 from moeserve.frontend.jobs.jobs import Jobs
@@ -124,12 +125,12 @@ async def _publishing(services: Services, prefixes: Sequence[bytes]) -> AsyncIte
     if not prefixes or services.number != 0:
         yield
         return
-    publishing = asyncio.create_task(publish_prefixes(services, prefixes))
+    publishing = Forever("public prefixes", partial(publish_prefixes, services, prefixes))
+    publishing.start()
     try:
         yield
     finally:
-        publishing.cancel()
-        await asyncio.gather(publishing, return_exceptions=True)
+        await publishing.stop()
 
 
 def _starlette_routes(endpoints: Endpoints) -> list[BaseRoute]:

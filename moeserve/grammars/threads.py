@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 
 import structlog
 
+from moeserve.forever import repeat
 from moeserve.grammars.compiler import GrammarError
 from moeserve.grammars.queue import FairJobs
 
@@ -63,7 +65,7 @@ class QuickThreads:
 
     def put(self, job: Job) -> None:
         while len(self._threads) < self._num_threads:
-            thread = threading.Thread(target=self._run, name="masks", daemon=True)
+            thread = threading.Thread(target=repeat, args=("masks", self._do_next), name="masks", daemon=True)
             self._threads.append(thread)
             thread.start()
         self._jobs.put(job)
@@ -75,10 +77,13 @@ class QuickThreads:
         for thread in self._threads:
             thread.join(_SECONDS_TO_END)
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.work()
-            self._done.put(job)
+    def _do_next(self) -> bool:
+        """Do the next job; return False where there will be none."""
+        if (job := self._jobs.get()) is None:
+            return False
+        job.work()
+        self._done.put(job)
+        return True
 
 
 @dataclass(eq=False, slots=True)
@@ -187,18 +192,22 @@ class FairThreads:
 
     def _run(self, worker: _Worker) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.nice(0) + _NICENESS))
-        while True:
-            with self._changed:
-                while (job := self._jobs.pop()) is None and not self._is_closed:
-                    self._changed.wait()
-                if job is None or self._is_closed:
-                    return
-                worker.began_at = time.thread_time()
-                worker.job = job
-            job.work()
-            with self._changed:
-                self._jobs.charge(job.tenant, job.cpu_seconds)
-                if worker.is_lost:
-                    return
-                worker.job = None
-            self._done.put(job)
+        repeat("grammars", partial(self._do_next, worker))
+
+    def _do_next(self, worker: _Worker) -> bool:
+        """Do the next job; return False where the worker is to end."""
+        with self._changed:
+            while (job := self._jobs.pop()) is None and not self._is_closed:
+                self._changed.wait()
+            if job is None or self._is_closed:
+                return False
+            worker.began_at = time.thread_time()
+            worker.job = job
+        job.work()
+        with self._changed:
+            self._jobs.charge(job.tenant, job.cpu_seconds)
+            if worker.is_lost:
+                return False
+            worker.job = None
+        self._done.put(job)
+        return True

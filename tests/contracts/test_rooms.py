@@ -25,6 +25,7 @@ ROOMS = {
         "prediction",
     ),
     "moeserve": (
+        "forever",
         "settings",
         "kv_transfer",
         "config",

@@ -494,3 +494,9 @@ def test_sigterm_while_loading_does_not_wait_for_the_worker(start):
     service = start(STANDIN_WORKER="loads for ever")
     service.wait_for("loading 1 2")
     service.check_end(0, by=signal.SIGTERM)
+
+
+def test_a_watch_that_fails_ends_the_service_for_nobody_would_see_a_hang(tmp_path: Path) -> None:
+    service = Service(tmp_path, STANDIN_FAULT="1")
+    assert service.end() != 0
+    assert not list(tmp_path.glob("moeserve*/*"))

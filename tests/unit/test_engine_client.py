@@ -209,7 +209,7 @@ def test_messages_wait_in_order_for_an_engine_that_takes_none_yet(tmp_path: Path
         sockets = zmq.asyncio.Context()
         ended: list[str] = []
         say = ended.append
-        link = EngineLink(context, sockets, on_message=print, on_unreadable=say, on_end=say, on_broken=say)
+        link = EngineLink(context, sockets, on_message=print, on_unreadable=say, on_end=say)
         link.send(generate("a")[0])
         link.send(Abort("a"))
         engine = sockets.socket(zmq.ROUTER)

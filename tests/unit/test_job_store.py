@@ -180,7 +180,7 @@ def test_a_follower_of_another_processes_job_reads_its_journal_only_when_somebod
             run=SimpleNamespace(reader="", response_store=None), engine=engine, is_draining=False
         )
         following = Jobs(cast("Any", services), store, Owner(tmp_path / "store"), lambda _: None)
-        watching = asyncio.create_task(following._watch())
+        following._watching.start()
         entries = following.follow(StoredJob("a", b"", b"record"))
         first = asyncio.ensure_future(anext(entries))
         await store.looked_often.wait()
@@ -191,7 +191,7 @@ def test_a_follower_of_another_processes_job_reads_its_journal_only_when_somebod
         # Nobody follows any more, so there are no further looks.
         while following._awaited.is_set():
             await asyncio.sleep(0)
-        watching.cancel()
+        await following._watching.stop()
         await store.stop()
 
     asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,9 @@ import msgpack
 import pytest
 import zmq
 
+from moeserve import forever
 from moeserve.config import ConfigError
+from moeserve.engine.kv_events.blocks import KvBlocks
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
 from moeserve.settings.kv_events import KvEventsConfig, endpoint_of, parse_kv_events
 from radix_cache import PrefixCache
@@ -137,6 +140,28 @@ def test_who_subscribes_after_the_first_batch_is_told_all_blocks():
         told = msgpack.unpackb(payload)[1]
         assert (number, [event["type"] for event in told]) == (2, ["AllBlocksCleared", "BlockStored"])
         assert told[1]["token_ids"] == [1, 2]
+
+
+def test_an_event_that_cannot_be_told_has_all_blocks_told_anew(monkeypatch):
+    real, errors = KvBlocks.apply, [MemoryError()]
+
+    def apply(blocks, facts):
+        if errors:
+            raise errors.pop()
+        return real(blocks, facts)
+
+    monkeypatch.setattr(forever, "_AFTER_ERROR_S", 0.001)
+    monkeypatch.setattr(KvBlocks, "apply", apply)
+    with publishing() as (caches, events, (router,), publisher):
+        compute(caches[0], 1, 2)
+        events.send()
+        while not publisher._torn:
+            time.sleep(0.001)  # another thread's state can only be polled
+        compute(caches[0], 5, 6)
+        for _ in range(2):
+            events.send()
+        catch_up(router, 1)
+        assert router.consumer.prefixes == {(None, (1, 2)), (None, (5, 6))}
 
 
 def test_a_snapshot_tells_the_present_blocks_with_the_number_of_the_next_batch():

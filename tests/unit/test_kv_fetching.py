@@ -176,6 +176,19 @@ def test_blocks_of_another_size_are_not_taken(tmp_path: Path) -> None:
         assert (result.num_filled, result.failure) == (0, "damaged")
 
 
+def test_a_fetch_without_memory_has_a_result(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.job.is_cancelled = True
+    assert pair.result().failure is None
+
+    def no_memory(_: BlockMemory) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("moeserve.engine.kv_transfer.fetcher.BlockBuffer", no_memory)
+    pair.fetcher.start(pair.job)
+    result = pair.result()
+    assert (result.num_filled, result.failure) == (0, "fault")
+
+
 def test_a_request_without_a_number_amid_a_fetch_harms_nobody(tmp_path: Path) -> None:
     with ExitStack() as ends:
         pair = Pair(tmp_path, ends)

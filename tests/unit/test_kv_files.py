@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli import main
-from moeserve.engine.kv_disk.copier import BlockCopier, make_buffers
+from moeserve.engine.kv_disk.copier import BlockBuffer, BlockCopier, make_buffers
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles, clear, open_root, scan, why_damaged, why_unusable
 from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock, border_name
@@ -285,6 +285,27 @@ def test_threads_copy_each_kind_from_and_to_its_own_memory(tmp_path: Path) -> No
     rows = [[StoredBlock(copy.name, copy.folder, 0, 0.0) for copy in copies], [StoredBlock(bytes(16), FOLDER, 0, 0.0)]]
     found = finish(copier, CopyJob((), sought=rows)).found
     assert [block.name for block in found] == [copies[0].name, copies[2].name]
+    copier.close()
+
+
+def test_a_copy_and_a_search_without_memory_have_a_result_and_the_next_ones_work(
+    files: BlockFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, sought = [copy_of(1)], [[StoredBlock(copy_of(1).name, FOLDER, 0, 0.0)]]
+    memory = [np.zeros((1, 40, 64), np.uint8)]
+    copier = BlockCopier(files, lambda: make_buffers({Kind.KV: memory}))
+
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr(BlockBuffer, "store", no_memory)
+        short.setattr(BlockFiles, "status", no_memory)
+        part = finish(copier, CopyJob(copies))
+        assert (part.num_bytes, part.error) == ([], "MemoryError")
+        assert finish(copier, CopyJob((), sought=sought)).found == []
+    assert finish(copier, CopyJob(copies)).error is None
+    assert len(finish(copier, CopyJob((), sought=sought)).found) == 1
     copier.close()
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +16,7 @@ import structlog
 from numpy.typing import NDArray
 
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles
+from moeserve.forever import repeat
 from moeserve.scheduling.lower_tier import GONE, CopyJob, CopyResult, Hosted
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
@@ -67,13 +69,9 @@ class BlockCopier:
         self._reads: SimpleQueue[_Part | _Search | None] = SimpleQueue()
         self._results: SimpleQueue[CopyResult] = SimpleQueue()
         self._num_open = 0
-        self._threads = [threading.Thread(target=self._write_all, args=(buffers(),), name="kv-writer", daemon=True)]
-        self._threads += [
-            threading.Thread(target=self._read_all, args=(buffers(),), name=f"kv-reader-{number}", daemon=True)
-            for number in range(NUM_READERS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        _start_thread("kv-writer", self._write_next, buffers())
+        for number in range(NUM_READERS):
+            _start_thread(f"kv-reader-{number}", self._read_next, buffers())
 
     @property
     def is_busy(self) -> bool:
@@ -105,25 +103,28 @@ class BlockCopier:
         for _ in range(NUM_READERS):
             self._reads.put(None)
 
-    def _write_all(self, buffers: Mapping[Kind, Buffer]) -> None:
-        while (job := self._writes.get()) is not None:
-            begun, sizes, error = time.monotonic(), list[int](), None
-            try:
-                self._do_chores(job.chores)
-                for copy in job.copies:
-                    with _giving_way(job):
-                        buffer = buffers[copy.kind]
-                        buffer.load(copy.block)
-                        sizes.append(self._files.write(copy, buffer.content))
-                        if self.hosted is not None:
-                            self.hosted.keep(copy.path, buffer.content)
-            except OSError as failure:
-                error = str(failure)
-                log.warning("kv_disk_not_written", error=error, consequence="these prefixes stay in memory alone")
-            except Exception as failure:
-                error = type(failure).__name__
-                log.error("kv_disk_fault", exc_info=failure)
-            self._results.put(CopyResult(job, sizes, time.monotonic() - begun, error))
+    def _write_next(self, buffers: Mapping[Kind, Buffer]) -> bool:
+        """Do the next job that writes; return False where there will be none."""
+        if (job := self._writes.get()) is None:
+            return False
+        begun, sizes, error = time.monotonic(), list[int](), None
+        try:
+            self._do_chores(job.chores)
+            for copy in job.copies:
+                with _giving_way(job):
+                    buffer = buffers[copy.kind]
+                    buffer.load(copy.block)
+                    sizes.append(self._files.write(copy, buffer.content))
+                    if self.hosted is not None:
+                        self.hosted.keep(copy.path, buffer.content)
+        except OSError as failure:
+            error = str(failure)
+            log.warning("kv_disk_not_written", error=error, consequence="these prefixes stay in memory alone")
+        except Exception as failure:
+            error = type(failure).__name__
+            log.error("kv_disk_fault", exc_info=failure)
+        self._results.put(CopyResult(job, sizes, time.monotonic() - begun, error))
+        return True
 
     def _do_chores(self, chores: Chores | None) -> None:
         if chores is not None:
@@ -134,43 +135,52 @@ class BlockCopier:
             for path, seconds in chores.stamps:
                 self._files.stamp(path, seconds)
 
-    def _read_all(self, buffers: Mapping[Kind, Buffer]) -> None:
-        while (part := self._reads.get()) is not None:
-            if isinstance(part, _Search):
-                self._results.put(self._search(part.job))
-                continue
-            read = part.read
-            read.begin()
-            for index in range(part.start, part.stop):
-                if not read.wants(index):
-                    break
-                with _giving_way(read.job):
-                    outcome, is_hosted = self._read(read.job.copies[index], buffers)
-                    read.record(index, outcome, is_hosted=is_hosted)
-            if (result := read.end_part()) is not None:
-                self._results.put(result)
+    def _read_next(self, buffers: Mapping[Kind, Buffer]) -> bool:
+        """Do the next part of a job that reads; return False where there will be none."""
+        if (part := self._reads.get()) is None:
+            return False
+        if isinstance(part, _Search):
+            self._results.put(self._search(part.job))
+            return True
+        read = part.read
+        read.begin()
+        for index in range(part.start, part.stop):
+            if not read.wants(index):
+                break
+            with _giving_way(read.job):
+                outcome, is_hosted = self._read(read.job.copies[index], buffers)
+                read.record(index, outcome, is_hosted=is_hosted)
+        if (result := read.end_part()) is not None:
+            self._results.put(result)
+        return True
 
     def _search(self, job: CopyJob) -> CopyResult:
         begun, found = time.monotonic(), list[StoredBlock]()
-        with suppress(OSError):
-            for block, *beside in job.sought:
-                if job.is_cancelled:
-                    break
-                found.append(self._files.status(block))
-                for other in beside:
-                    with suppress(FileNotFoundError):
-                        found.append(self._files.status(other))
+        try:
+            with suppress(OSError):
+                for block, *beside in job.sought:
+                    if job.is_cancelled:
+                        break
+                    found.append(self._files.status(block))
+                    for other in beside:
+                        with suppress(FileNotFoundError):
+                            found.append(self._files.status(other))
+        except Exception as failure:
+            log.error("kv_disk_fault", exc_info=failure)
         return CopyResult(job, (), time.monotonic() - begun, found=found)
 
     def _read(self, copy: BlockCopy, buffers: Mapping[Kind, Buffer]) -> tuple[int | str, bool]:
         """Fill a block. Return the size of its file, or the error, and whether it was in the host's memory."""
         buffer = buffers[copy.kind]
-        buffer.aim(copy.block)
-        if self.hosted is not None and self.hosted.find(copy.path, buffer.content):
-            buffer.store(copy.block)
-            return len(buffer.content), True
         try:
+            buffer.aim(copy.block)
+            if self.hosted is not None and self.hosted.find(copy.path, buffer.content):
+                buffer.store(copy.block)
+                return len(buffer.content), True
             size = self._files.read(copy, buffer.content)
+            if self.hosted is not None:
+                self.hosted.keep(copy.path, buffer.content)
+            buffer.store(copy.block)
         except FileNotFoundError:
             return GONE, False
         except (OSError, BlockError) as failure:
@@ -179,10 +189,11 @@ class BlockCopier:
         except Exception as failure:
             log.error("kv_disk_fault", exc_info=failure)
             return type(failure).__name__, False
-        if self.hosted is not None:
-            self.hosted.keep(copy.path, buffer.content)
-        buffer.store(copy.block)
         return size, False
+
+
+def _start_thread(name: str, turn: Callable[[Mapping[Kind, Buffer]], bool], buffers: Mapping[Kind, Buffer]) -> None:
+    threading.Thread(target=repeat, args=(name, partial(turn, buffers)), name=name, daemon=True).start()
 
 
 def take_all(queue: SimpleQueue[T], seconds: float) -> list[T]:

@@ -22,6 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -30,6 +31,7 @@ import zmq
 
 from moeserve.config import ConfigError
 from moeserve.engine.kv_events.blocks import AllBlocksCleared, BlockRemoved, BlockStored, Event, KvBlocks
+from moeserve.forever import repeat
 from moeserve.settings.kv_events import KvEventsConfig, endpoint_of
 from radix_cache import Fact, PrefixCache, Published
 
@@ -261,6 +263,7 @@ class KvEventPublisher(threading.Thread):
         self._max_queued = config.max_queue_size
         self._handed: deque[_Handed] = deque()
         self._stopped = threading.Event()
+        self._torn: set[int] = set()  # the ranks of which facts are lost
         self._streams: list[_RankStream] = []
         try:
             for rank in range(num_ranks):
@@ -283,25 +286,20 @@ class KvEventPublisher(threading.Thread):
         return 2 * len(self._handed) <= self._max_queued
 
     def put(self, rank: int, facts: Sequence[Fact], *, restarts: bool = False) -> bool:
-        """Queue facts of a rank. Return False, with nothing done, if the queue is full. See `_Handed.restarts`."""
+        """Queue facts of a rank. Return False, with nothing done, if the queue is full or earlier facts are lost.
+
+        See `_Handed.restarts`.
+        """
         if self._stopped.is_set():
             return True
-        if len(self._handed) >= self._max_queued:
+        if len(self._handed) >= self._max_queued or (rank in self._torn and not restarts):
             return False
+        self._torn.discard(rank)
         self._handed.append(_Handed(rank, facts, restarts))
         os.eventfd_write(self._news, 1)
         return True
 
     def run(self) -> None:
-        try:
-            self._serve()
-        except Exception:
-            # A defect here must not end generations: routers notice that no more events come.
-            log.exception("kv_events_ended", consequence="routers are told no more until the engine starts anew")
-            self._stopped.set()
-        self._close()
-
-    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._news, zmq.POLLIN)
         asked = {stream.replay: stream for stream in self._streams if stream.replay is not None}
@@ -310,19 +308,27 @@ class KvEventPublisher(threading.Thread):
             poller.register(socket, zmq.POLLIN)
         for stream in self._streams:
             stream.start()
-        while not self._stopped.is_set():
-            ready = poller.poll()
-            for source, _ in ready:
-                if source == self._news:
-                    os.eventfd_read(self._news)
-            while self._handed:
-                handed = self._handed.popleft()
+        repeat(self.name, partial(self._serve, poller, asked, subscribed))
+        self._close()
+
+    def _serve(self, poller: zmq.Poller, asked: dict[Any, _RankStream], subscribed: dict[Any, _RankStream]) -> bool:
+        ready = poller.poll()
+        for source, _ in ready:
+            if source == self._news:
+                os.eventfd_read(self._news)
+        while self._handed:
+            handed = self._handed.popleft()
+            try:
                 self._streams[handed.rank].publish(handed)
-            for source, _ in ready:
-                if source in asked:
-                    asked[source].answer()
-                elif source in subscribed:
-                    subscribed[source].welcome()
+            except Exception:
+                self._torn.add(handed.rank)
+                raise
+        for source, _ in ready:
+            if source in asked:
+                asked[source].answer()
+            elif source in subscribed:
+                subscribed[source].welcome()
+        return not self._stopped.is_set()
 
     def stop(self) -> None:
         """Send all queued facts, close the sockets and end the thread."""

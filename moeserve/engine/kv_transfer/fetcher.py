@@ -74,17 +74,19 @@ class BlockFetcher:
 
     def _run(self, job: FetchJob) -> None:
         job.is_begun = True
-        begun, fetch = time.monotonic(), Fetch(job, BlockBuffer(self._memory))
-        failure: str | None
+        begun = time.monotonic()
+        fetch: Fetch | None = None
+        failure: str | None = "fault"
         try:
+            fetch = Fetch(job, BlockBuffer(self._memory))
             failure = self._fetch(fetch)
         except Exception as error:
             log.error("kv_transfer_fault", exc_info=error)
-            failure = "fault"
+        num_filled = 0 if fetch is None else fetch.num_filled
         if failure is not None:
             ticket = job.ticket
-            log.warning("kv_not_fetched", reason=failure, host=ticket.host, port=ticket.port, fetched=fetch.num_filled)
-        self._results.put(FetchResult(job, fetch.num_filled, time.monotonic() - begun, failure))
+            log.warning("kv_not_fetched", reason=failure, host=ticket.host, port=ticket.port, fetched=num_filled)
+        self._results.put(FetchResult(job, num_filled, time.monotonic() - begun, failure))
 
     def _fetch(self, fetch: Fetch) -> str | None:
         """Fetch a job's blocks, and end their lease. Return a word for the reason if not all were fetched."""

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import structlog
@@ -26,6 +27,7 @@ from moeserve.engine.kv_transfer.messages import (
     read_number,
 )
 from moeserve.engine.ranks.meeting import RankKeys
+from moeserve.forever import repeat
 
 log = structlog.get_logger(__name__)
 
@@ -70,11 +72,14 @@ class BlockServer(threading.Thread):
         poller = zmq.Poller()
         poller.register(self._stop_event, zmq.POLLIN)
         poller.register(self._socket, zmq.POLLIN)
-        while not self._stopped.is_set():
-            if self._socket in dict(poller.poll()):
-                with suppress(zmq.Again):  # A service may be gone since the poll, and its message with it.
-                    self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+        repeat(self.name, partial(self._serve, poller))
         self._socket.close()
+
+    def _serve(self, poller: zmq.Poller) -> bool:
+        if self._socket in dict(poller.poll()):
+            with suppress(zmq.Again):  # A service may be gone since the poll, and its message with it.
+                self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+        return not self._stopped.is_set()
 
     def stop(self) -> None:
         """Close the socket and end the thread."""

@@ -25,6 +25,7 @@ from experts.memory.residency import ExpertMemoryStats
 from moeserve.config import VERSION
 from moeserve.engine.ranks.meeting import Gatekeeper, Meeting, machine_id
 from moeserve.engine.ranks.messages import Dismissed, FromRank, Joined, RankBeat, RankError, Shutdown, ToRank
+from moeserve.forever import repeat
 from moeserve.wire import MAX_FRAME_BYTES, MAX_STEP_BYTES, DecodeError, RunContext, decode, encode
 
 # A message above this travels in several frames, so that no plan and no result is too large for a socket.
@@ -333,13 +334,18 @@ class BeatThread(threading.Thread):
         self._waits.set()
 
     def run(self) -> None:
-        while not self._stopped.wait(_BEAT_SECONDS):
-            if self.busy.is_set() or self._waits.is_set():
-                self._waits.clear()
-                beat = encode(RankBeat(self._rank, self._num_entered(), self._memory()), self._incarnation)
-                with suppress(zmq.Again):
-                    self._socket.send(beat, zmq.NOBLOCK)
+        repeat(self.name, self._beat)
         self._socket.close()
+
+    def _beat(self) -> bool:
+        if self._stopped.wait(_BEAT_SECONDS):
+            return False
+        if self.busy.is_set() or self._waits.is_set():
+            self._waits.clear()
+            beat = encode(RankBeat(self._rank, self._num_entered(), self._memory()), self._incarnation)
+            with suppress(zmq.Again):
+                self._socket.send(beat, zmq.NOBLOCK)
+        return True
 
     def stop(self) -> None:
         self._stopped.set()

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,9 @@ import msgspec
 import structlog
 from starlette.types import ASGIApp, Message, Scope
 
+from moeserve.forever import Forever, cancel
 from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError, internal_error
-from moeserve.frontend.jobs.runner import cancel
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import batches
@@ -55,23 +56,20 @@ class Batches:
         self._turns: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._places = asyncio.Semaphore(limits.BATCHES_AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._looking = Forever("batches", self._look, _LOOK_APART_S)
 
     def start(self) -> None:
         """Begin to look for batches that nobody works on."""
-        self._looking = asyncio.create_task(self._look())
+        self._looking.start()
 
     async def stop(self) -> None:
         """Leave all batches to the next owner."""
-        await cancel(self._looking, *self._tasks.values())
+        await self._looking.stop()
+        await cancel(*self._tasks.values())
 
     async def _look(self) -> None:
-        while True:
-            try:
-                await self._look_once()
-            except ApiError as error:
-                log.warning("batches_unknown", reason=error.message)
-            await asyncio.sleep(_LOOK_APART_S)
+        with suppress(ApiError):  # of the store, which has logged it
+            await self._look_once()
 
     async def _look_once(self) -> None:
         if self._services.is_draining:

@@ -10,6 +10,7 @@ from functools import partial
 
 import msgspec
 
+from moeserve.forever import Forever
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
@@ -22,7 +23,6 @@ from moeserve.frontend.jobs.runner import (
     Journal,
     Replay,
     Runner,
-    cancel,
     formatter_of,
     unpack_entries,
     unpack_failure,
@@ -61,17 +61,17 @@ class Jobs:
         self._journal = Journal(store, self._owner.name)
         self._runner = Runner(services, store, self._journal, self._owner, identify)
         self._awaited = asyncio.Event()  # set while a follower may wait for another process's job
-        self._watching: asyncio.Task[None] | None = None
+        self._watching = Forever("jobs of others", self._watch)
         self.reader = services.run.reader
 
     async def start(self) -> None:
         self._journal.start()
         self._runner.start()
-        self._watching = asyncio.create_task(self._watch())
+        self._watching.start()
 
     async def stop(self) -> None:
         """Leave the jobs of this process to others."""
-        await cancel(self._watching)
+        await self._watching.stop()
         await self._runner.stop()
         await self._journal.stop()
 
@@ -177,17 +177,15 @@ class Jobs:
 
     async def _watch(self) -> None:
         """Wake the followers of other processes' jobs when the store has changed, or when they cannot see the end."""
-        services = self._services
-        while True:
-            await self._awaited.wait()
-            await asyncio.sleep(_LOOK_APART_S)
-            if all(map(self._runner.has, self._journal.followed)):
-                self._awaited.clear()
-                continue
-            is_ending = services.is_draining or services.engine.dead_reason is not None
-            if await self._store.has_changed() or is_ending:
-                for job_id in self._journal.followed:
-                    self._journal.ring(job_id)
+        await self._awaited.wait()
+        await asyncio.sleep(_LOOK_APART_S)
+        if all(map(self._runner.has, self._journal.followed)):
+            self._awaited.clear()
+            return
+        is_ending = self._services.is_draining or self._services.engine.dead_reason is not None
+        if await self._store.has_changed() or is_ending:
+            for job_id in self._journal.followed:
+                self._journal.ring(job_id)
 
     def _check_goes_on(self, job: StoredJob) -> None:
         engine = self._services.engine

@@ -19,6 +19,7 @@ import msgspec
 import structlog
 
 from moeserve import wire
+from moeserve.forever import Forever, cancel
 from moeserve.frontend import limits
 from moeserve.frontend.admission import terms_of
 from moeserve.frontend.dialects.internal import Delta, Formatter
@@ -32,7 +33,7 @@ from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs, responses
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.jobs import OpenJob
-from moeserve.frontend.store.store import Shelf, Store, store_full
+from moeserve.frontend.store.store import Shelf, Store, store_full, store_unavailable
 from moeserve.plan import FinishReason, Terms
 from moeserve.wire import Output
 
@@ -93,13 +94,13 @@ class Journal:
         self._pending: dict[str, tuple[list[Entry], asyncio.Future[None]]] = {}
         self._bells: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._work = asyncio.Event()
-        self._writing: asyncio.Task[None] | None = None
+        self._writing = Forever("journal", self._write)
 
     def start(self) -> None:
-        self._writing = asyncio.create_task(self._write())
+        self._writing.start()
 
     async def stop(self) -> None:
-        await cancel(self._writing)
+        await self._writing.stop()
 
     async def append(self, job_id: str, entries: Sequence[Entry]) -> None:
         """Return once the entries are in the store; before that nobody sees them. Raise JobEnded, ApiError."""
@@ -132,35 +133,26 @@ class Journal:
             bell.set()
 
     async def _write(self) -> None:
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            batch, self._pending = self._pending, {}
+        """Write what has come since the last turn."""
+        await self._work.wait()
+        self._work.clear()
+        batch, self._pending = self._pending, {}
+        try:
             packed = {job_id: pack_entries(entries) for job_id, (entries, _) in batch.items()}
-            try:
-                refused = await self._store.write(b"", partial(jobs.append, owner=self._owner, entries=packed))
-            except ApiError as error:
-                self._fail(batch, error)
-                continue
-            for job_id, (_, done) in batch.items():
-                if job_id in refused:
-                    lack = refused[job_id]
-                    _settle(done, JobEnded() if lack is None else store_full(lack))
-                else:
-                    _settle(done, None)
-                    self.ring(job_id)
-
-    def _fail(self, batch: dict[str, tuple[list[Entry], asyncio.Future[None]]], error: ApiError) -> None:
-        for _, done in batch.values():
-            _settle(done, error)
-
-
-async def cancel(*tasks: asyncio.Task[None] | None) -> None:
-    """Cancel tasks and wait until they have ended. None: one that was never started."""
-    started = [task for task in tasks if task is not None]
-    for task in started:
-        task.cancel()
-    await asyncio.gather(*started, return_exceptions=True)
+            refused = await self._store.write(b"", partial(jobs.append, owner=self._owner, entries=packed))
+        except BaseException as error:
+            for _, done in batch.values():
+                _settle(done, error if isinstance(error, Exception) else store_unavailable())
+            if isinstance(error, ApiError):
+                return
+            raise
+        for job_id, (_, done) in batch.items():
+            if job_id in refused:
+                lack = refused[job_id]
+                _settle(done, JobEnded() if lack is None else store_full(lack))
+            else:
+                _settle(done, None)
+                self.ring(job_id)
 
 
 def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
@@ -263,15 +255,16 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._patient: set[str] = set()
         self._places: defaultdict[bytes, asyncio.Semaphore] = defaultdict(self._make_places)
-        self._looking: asyncio.Task[None] | None = None
+        self._looking = Forever("jobs", self._look, _LOOK_APART_S)
 
     def start(self) -> None:
         """Begin to look for jobs whose owner has died."""
-        self._looking = asyncio.create_task(self._look())
+        self._looking.start()
 
     async def stop(self) -> None:
         """Leave all jobs to the next owner."""
-        await cancel(self._looking, *self._tasks.values())
+        await self._looking.stop()
+        await cancel(*self._tasks.values())
 
     def has(self, job_id: str) -> bool:
         return job_id in self._tasks
@@ -304,12 +297,8 @@ class Runner:
     # Taking over.
 
     async def _look(self) -> None:
-        while True:
-            try:
-                await self._look_once()
-            except ApiError as error:
-                log.warning("jobs_unknown", reason=error.message)
-            await asyncio.sleep(_LOOK_APART_S)
+        with suppress(ApiError):  # of the store, which has logged it
+            await self._look_once()
 
     async def _look_once(self) -> None:
         owned, owners = await self._store.read(

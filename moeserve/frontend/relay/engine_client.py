@@ -10,7 +10,7 @@ import asyncio
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 
 from moeserve import wire
+from moeserve.forever import Forever, cancel, vital
 from moeserve.frontend.relay.request_group import EngineAsleep, EngineBusy, EngineGone, EngineSilent, Past, RequestGroup
 from moeserve.wire import (
     Abort,
@@ -101,12 +102,10 @@ class EngineClient:
         self._link = self._connect(self._run.incarnation)
         if self._news_fd is not None:
             os.set_inheritable(self._news_fd, False)
-            self._following = asyncio.create_task(self._follow(self._news_fd))
+            self._following = vital("news of the supervisor", self._follow(self._news_fd))
 
     async def stop(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        await cancel(self._following)
         if self._link is not None:
             await self._link.stop()
         self._zmq.term()
@@ -213,7 +212,6 @@ class EngineClient:
             on_message=self._dispatch,
             on_unreadable=self._on_unreadable,
             on_end=self._lose,
-            on_broken=self._die,
         )
 
     async def _follow(self, descriptor: int) -> None:
@@ -332,9 +330,9 @@ class EngineClient:
 class EngineLink:
     """A DEALER to the engine of one incarnation, and the watch over its process.
 
-    One task reads the socket and is not cancelled while the link is open. Callbacks: `on_message` for each message of
-    this incarnation; `on_unreadable` for a frame that is none; `on_end`, once, when the watched process has ended;
-    `on_broken`, once, if the reader fails. Both tell the reason. After `close` none is called.
+    One task reads the socket. Callbacks: `on_message` for each message of this incarnation; `on_unreadable`, with the
+    reason, for a frame that is none or could not be taken in; `on_end`, once, when the watched process has ended. After
+    `close` none is called.
     """
 
     def __init__(
@@ -345,15 +343,13 @@ class EngineLink:
         on_message: Callable[[Message], None],
         on_unreadable: Callable[[str], None],
         on_end: Callable[[str], None],
-        on_broken: Callable[[str], None],
     ) -> None:
         """Connect and begin to introduce the frontend; return at once. run: of the incarnation."""
         self._run = run
         self._on_message, self._on_unreadable, self._on_end = on_message, on_unreadable, on_end
-        self._on_broken = on_broken
         self._is_open = True
         self._pidfd: int | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._reading = Forever("messages of the engine", self._read)
         self._socket = sockets.socket(zmq.DEALER)
         identity = f"frontend.{run.incarnation}.{os.getpid()}.{secrets.token_hex(4)}"
         self._socket.setsockopt(zmq.ROUTING_ID, identity.encode())
@@ -363,18 +359,17 @@ class EngineLink:
         self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED_FRAMES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
         self._socket.connect(run.engine_address)
-        self._spawn(self._read())
+        self._reading.start()
         self.send(Hello(wire.PROTOCOL_VERSION, run.model_hash))
 
     async def stop(self) -> None:
         self.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._reading.stop()
 
     def close(self) -> None:
-        """End the tasks and close the socket. Messages that were not read are dropped."""
+        """Read no more and close the socket. Messages that were not read are dropped."""
         self._is_open = False
-        for task in self._tasks:
-            task.cancel()
+        self._reading.cancel()
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -396,24 +391,15 @@ class EngineLink:
             return
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_end, _ENDED)
 
-    async def _read(self) -> None:
-        while self._is_open:
-            frame = await self._socket.recv()
-            try:
-                incarnation, message = wire.decode(frame, wire.FromEngine)
-            except wire.DecodeError as error:
-                self._on_unreadable(str(error)[:200])
-                continue
+    async def _read(self) -> bool:
+        """Take in the next message; return whether the link is open still."""
+        try:
+            incarnation, message = wire.decode(await self._socket.recv(), wire.FromEngine)
             if incarnation == self._run.incarnation:
                 self._on_message(message)
-
-    def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(job)
-        task.add_done_callback(self._on_task_end)
-        self._tasks.append(task)
-
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """Close the link if its reader failed: no more outputs would arrive."""
-        if self._is_open and not task.cancelled() and (error := task.exception()) is not None:
-            log.error("engine_link_failed", exc_info=error)
-            self._on_broken("the frontend lost its connection to the engine")
+        except wire.DecodeError as error:
+            self._on_unreadable(str(error)[:200])
+        except Exception as error:
+            self._on_unreadable(type(error).__name__)
+            raise
+        return self._is_open

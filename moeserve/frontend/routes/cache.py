@@ -196,25 +196,26 @@ def load_public_prefixes(file: str | None) -> list[bytes]:
     return prefixes
 
 
-async def publish_prefixes(services: Services, prefixes: Sequence[bytes]) -> None:
-    """Compute and pin the prefixes once the engine is ready, and again in each of its lives.
+async def publish_prefixes(services: Services, prefixes: Sequence[bytes]) -> bool:
+    """Compute and pin the prefixes in one life of the engine, once it is ready; return at its end whether there may be
+    another life.
 
-    One that cannot be is logged, and the others follow.
+    A prefix that cannot be published is logged, and the others follow.
     """
-    while services.engine.dead_reason is None:
-        if services.not_ready_reason() is not None or services.engine.rest is not Rest.AWAKE:
-            await asyncio.sleep(_POLL_S)
-            continue
-        lost = services.engine.lost
-        for number, prefix in enumerate(prefixes):
-            try:
-                num_tokens = await _publish(services, prefix)
-            except (ApiError, EngineGone, RequestRejected, RuntimeError) as error:
-                reason = error.message if isinstance(error, ApiError) else str(error)
-                log.error("public_prefix_failed", number=number, error=reason)
-            else:
-                log.info("public_prefix_ready", number=number, tokens=num_tokens)
-        await lost.wait()
+    if services.not_ready_reason() is not None or services.engine.rest is not Rest.AWAKE:
+        await asyncio.sleep(_POLL_S)
+        return services.engine.dead_reason is None
+    lost = services.engine.lost
+    for number, prefix in enumerate(prefixes):
+        try:
+            num_tokens = await _publish(services, prefix)
+        except (ApiError, EngineGone, RequestRejected, RuntimeError) as error:
+            reason = error.message if isinstance(error, ApiError) else str(error)
+            log.error("public_prefix_failed", number=number, error=reason)
+        else:
+            log.info("public_prefix_ready", number=number, tokens=num_tokens)
+    await lost.wait()
+    return services.engine.dead_reason is None
 
 
 async def _publish(services: Services, prefix: bytes) -> int:

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import structlog
 
+from moeserve.forever import Forever
 from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError, unavailable
 from moeserve.frontend.store.file import prepare
@@ -210,17 +211,15 @@ class Store:
         self._readers = Threads(path, _NUM_READERS)
         self._watcher = Threads(path, 1)
         self._version = -1  # data_version of the file, as the watcher's connection sees it
-        self._cleaning: asyncio.Task[None] | None = None
+        self._cleaning = Forever("cleaning of the store", self._clean, _SECONDS_BETWEEN_CLEANINGS)
 
     async def start(self) -> None:
         """Make the file if it is not there. Raise StoreError."""
         await asyncio.to_thread(prepare, self._path)
-        self._cleaning = asyncio.create_task(self._clean())
+        self._cleaning.start()
 
     async def stop(self) -> None:
-        if self._cleaning is not None:
-            self._cleaning.cancel()
-            await asyncio.gather(self._cleaning, return_exceptions=True)
+        await self._cleaning.stop()
         for threads in (self._writer, self._readers, self._watcher):
             await threads.stop()
 
@@ -243,7 +242,7 @@ class Store:
             self._version = await self._watcher.run(
                 b"", lambda db: int(db.execute("PRAGMA data_version").fetchone()[0])
             )
-        except sqlite3.Error:
+        except (sqlite3.Error, MemoryError):
             return True
         return self._version != before
 
@@ -255,7 +254,7 @@ class Store:
                 db.execute("COMMIT")
                 return result
             except BaseException:
-                with suppress(sqlite3.Error):
+                with suppress(sqlite3.Error, MemoryError):
                     db.execute("ROLLBACK")
                 raise
 
@@ -263,15 +262,13 @@ class Store:
             return await threads.run(caller, transact)
         except NoRoom as lack:
             raise store_full(lack) from None
-        except sqlite3.Error as error:
-            log.error("response_store_failed", error=str(error))
+        except (sqlite3.Error, MemoryError) as error:  # SQLITE_NOMEM is a MemoryError.
+            log.error("response_store_failed", error=str(error) or type(error).__name__)
             raise store_unavailable() from error
 
     async def _clean(self) -> None:
-        while True:
-            with suppress(ApiError):
-                await self.write(b"", drop_old)
-            await asyncio.sleep(_SECONDS_BETWEEN_CLEANINGS)
+        with suppress(ApiError):
+            await self.write(b"", drop_old)
 
 
 def store_unavailable() -> ApiError:

@@ -87,4 +87,7 @@ class Threads:
         try:
             return work(connection)
         finally:
-            self._idle.append(connection)
+            if connection.in_transaction:  # it could not be rolled back
+                connection.close()
+            else:
+                self._idle.append(connection)

@@ -3,8 +3,10 @@
 import asyncio
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 from launcher.preflight import open_listener
 from launcher.run_directory import run_directory
@@ -57,7 +59,9 @@ def main() -> int:
             worker_module="tests.support.supervised.worker",
             frontend_module="tests.support.supervised.frontend",
         )
-        return asyncio.run(supervisor.run())
+        fault = patch("launcher.supervisor.wait_for_silence", side_effect=MemoryError)
+        with fault if "STANDIN_FAULT" in os.environ else nullcontext():
+            return asyncio.run(supervisor.run())
 
 
 if __name__ == "__main__":
