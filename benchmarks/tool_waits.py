@@ -1,234 +1,300 @@
-"""`python -m benchmarks.tool_waits`: agents that wait for tools, and which of their KV stays, on a scripted clock.
+"""`python -m benchmarks.tool_waits`: which KV stays in memory while tools run, on a scripted clock.
 
-Scheduler, tree and decisions are the service's; steps and copies take as long as a script says
-(`benchmarks.kv_overflow_simulation`). Each agent's prompt grows by its answer and the tool's result with every turn. A
-job's time is that of all its turns, without the time of its tools.
-
-Bélády's rule knows when each agent comes back: the KV that is needed last leaves memory first, and with a disk it comes
-back just before it is needed.
+The scheduler and the radix tree are the service's; steps take as long as a script says, so every run is the same. The
+figure is the share of prompt tokens that were found in memory, by the rule that chooses which KV stays. A block of KV
+stands for 512 tokens, the unit of the traces of Mooncake, so a simulated token stands for 32 (`benchmarks.replicas`).
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
-from math import exp, inf, log
+from pathlib import Path
 from random import Random
-from statistics import mean
+from typing import Protocol
 
 import click
 
-from benchmarks.kv_overflow_simulation import BUDGET, ScriptedCopies, results_of, step_seconds
-from moeserve.plan import Request, SamplingParams
+from benchmarks.replicas import BLOCK, SCALE, mooncake
+from moeserve.plan import ChunkResult, Request, SamplingParams, StepResult
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.tool_waits import ToolWaits
-from radix_cache import PrefixCache, StoredBlocks
+from radix_cache import PrefixCache
 
-SIZE = 16
-_WEIGHT_BITS = 24  # between the weights of accounts one after another: more than their holdings differ by
-_LEAD = 3.0  # Bélády's KV is read this many times as long before it is needed as that takes
-# Median seconds of tools, and how often each is called.
-TOOLS = {"read": (2.0, 5), "search": (10.0, 3), "build": (90.0, 2)}
+_BUDGET = 8192 // SCALE
+_STEP_S, _TOKEN_S = 0.01, SCALE / 20_000  # of a step, and of each of its simulated tokens
+_IDLE_S = 0.1  # between two looks of an idle engine
+_TRACE_LOAD = 0.4  # of what the service could compute if nothing of the trace were cached
+_MOST_OUTPUT = 14  # tokens of a trace's answer: less than a block, since its text is not in the trace
+_LENGTHS = 96, 24, 8  # of an agent's first prompt, a tool's result, an answer
+_TURNS, _JOBS = 24, 2
+_ONE_SHOT = 128  # tokens of a prompt that nothing continues
+
+# Seconds that tools take. Of a public trace 86 % of the gaps between an agent's turns are below 1 s, and 95 % below
+# 10 s; log-uniform between these, and up to ten minutes.
+_SHORT = (("read", 0.8646, 0.05, 1.0), ("search", 0.0866, 1.0, 10.0), ("build", 0.0488, 10.0, 600.0))
+# Name, calls of ten, median of a log-normal time with sigma 1.
+_LONG = (("read", 5, 2.0), ("search", 3, 10.0), ("build", 2, 90.0))
 
 
-class Policy(StrEnum):
-    """The rule that chooses the KV that stays in memory."""
-
-    LRU = "LRU"
-    WAITS = "kept for the tool"
-    BELADY = "Bélády"
+def short_wait(draw: Random) -> tuple[str, float]:
+    name, _, low, high = draw.choices(_SHORT, [share for _, share, _, _ in _SHORT])[0]
+    return name, math.exp(draw.uniform(math.log(low), math.log(high)))
 
 
-# The rows of the table that all are compared with.
-BASES = [f"{policy.value}{tier}" for policy in (Policy.LRU, Policy.BELADY) for tier in ("", ", disk")]
+def long_wait(draw: Random) -> tuple[str, float]:
+    name, _, median = draw.choices(_LONG, [calls for _, calls, _ in _LONG])[0]
+    return name, median * math.exp(draw.gauss(0, 1))
+
+
+class Rule(Protocol):
+    """Decides what becomes of the KV of turns; LRU but for that."""
+
+    def arrive(self, request: Request, now: float) -> None: ...
+    def end(self, request: Request, tool: str | None, now: float) -> None: ...
+    def advance(self, now: float) -> None: ...
+
+
+class LeastRecentlyUsed:
+    """Does nothing."""
+
+    def arrive(self, request: Request, now: float) -> None:
+        pass
+
+    def end(self, request: Request, tool: str | None, now: float) -> None:
+        pass
+
+    def advance(self, now: float) -> None:
+        pass
+
+
+class Retained(LeastRecentlyUsed):
+    """Retains each turn that has called a tool for `seconds`."""
+
+    def __init__(self, cache: PrefixCache, _: Scheduler, *, seconds: float) -> None:
+        self._cache = cache
+        self._seconds = seconds
+
+    def end(self, request: Request, tool: str | None, now: float) -> None:
+        if tool is not None:
+            lease = self._cache.match(request.token_ids, request.namespace)
+            self._cache.retain(lease, len(request.token_ids), self._seconds)
+            self._cache.release(lease)
+
+
+class Learned:
+    """Learns how long each tool takes."""
+
+    def __init__(self, cache: PrefixCache, scheduler: Scheduler) -> None:
+        self._waits = ToolWaits([cache], scheduler.waiting)
+
+    def arrive(self, request: Request, now: float) -> None:
+        self._waits.record_return(request, now)
+
+    def end(self, request: Request, tool: str | None, now: float) -> None:
+        self._waits.record_end(request, now, is_whole=True)
+        if tool is not None:
+            self._waits.begin(request.request_id, [tool], now)
+
+    def advance(self, now: float) -> None:
+        self._waits.advance(now)
+
+
+MakeRule = Callable[[PrefixCache, Scheduler], Rule]
+
+
+@dataclass(slots=True)
+class Service:
+    """One service. cached, asked: prompt tokens of the requests that count."""
+
+    num_blocks: int
+    make_rule: MakeRule
+    token_s: float = _TOKEN_S
+    now: float = 0.0
+    cached: int = 0
+    asked: int = 0
+    cache: PrefixCache = field(init=False)
+    scheduler: Scheduler = field(init=False)
+    rule: Rule = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache = PrefixCache(self.num_blocks, BLOCK)
+        self.scheduler = Scheduler(
+            [self.cache],
+            max_num_seqs=64,
+            max_num_batched_tokens=_BUDGET,
+            max_num_queued_reqs=10**6,
+            max_model_len=self.num_blocks * BLOCK // 2,
+        )
+        self.rule = self.make_rule(self.cache, self.scheduler)
+
+    def ask(self, name: str, tokens: array[int], num_output: int, *, has_tools: bool = True) -> None:
+        session = "" if has_tools else None
+        request = Request(name, tokens[:], SamplingParams(num_output), "key", session=session)
+        self.scheduler.set_time(self.now)
+        self.rule.arrive(request, self.now)
+        self.scheduler.add(request)
+
+    def step(self, until: float) -> Iterator[Request]:
+        """Compute a step, or wait no longer than `until`. Yield the requests that have ended."""
+        scheduler = self.scheduler
+        scheduler.set_time(self.now)
+        self.rule.advance(self.now)
+        plans = None if scheduler.is_idle else scheduler.schedule()
+        if plans is None:
+            self.now = max(self.now, min(until, self.now + _IDLE_S))
+            return
+        seconds = _STEP_S + self.token_s * plans[0].num_tokens
+        self.now += seconds
+        results = [ChunkResult(None if chunk.sampling is None else 5) for chunk in plans[0].chunks]
+        outputs = scheduler.commit(plans, [StepResult(plans[0].step, results)])
+        scheduler.count_step(seconds)
+        yield from (output.request for output in outputs if output.finish_reason is not None)
+
+    def end(self, request: Request, tool: str | None) -> None:
+        """Count a request that has ended. tool: that it calls, None for none."""
+        self.cached += request.num_cached_tokens
+        self.asked += request.num_prompt_tokens
+        self.rule.end(request, tool, self.now)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached / self.asked
+
+
+def replay(file: Path, num_blocks: int, make_rule: MakeRule) -> float:
+    """Return the share of cached prompt tokens of a trace, in which every request counts as one that calls a tool."""
+    asks = mooncake(file)
+    num_tokens = sum(len(ask.blocks) * BLOCK for ask in asks)
+    service = Service(num_blocks, make_rule, _TRACE_LOAD * asks[-1].at / num_tokens)
+    for number, ask in enumerate(asks):
+        while service.now < ask.at:
+            for request in service.step(ask.at):
+                service.end(request, "tool")
+        tokens = array("i", (block * BLOCK + place for block in ask.blocks for place in range(BLOCK)))
+        tokens.append(-1 - number)  # of no block: no answer is to one
+        service.ask(f"{number}", tokens, min(_MOST_OUTPUT, ask.output))
+    while not service.scheduler.is_idle:
+        for request in service.step(math.inf):
+            service.end(request, "tool")
+    return service.hit_rate
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
-    """token_s: seconds that a copy of a token takes; None without a disk. share: of the working set, in KV. speed: of
-    the service, times that of the script."""
+class Load:
+    """Agents of one key. share: of their working set, in KV. one_shots: prompts per second, of the same key, that call
+    no tools and that nothing continues."""
 
-    share: float = 0.25
-    token_s: float | None = None
-    agents: int = 32
-    turns: int = 8
-    prompt: int = 3000
-    answer: int = 24
-    result: int = 300
-    speed: float = 16.0
-    sigma: float = 1.0
-    jobs: int = 3
-    seed: int = 1
+    name: str
+    wait: Callable[[Random], tuple[str, float]]
+    share: float
+    one_shots: float = 0.0
+    agents: int = 24
+
+    @property
+    def num_blocks(self) -> int:
+        prompt, result, answer = _LENGTHS
+        final = prompt + _TURNS * (result + answer)
+        return round(self.share * self.agents * final / BLOCK)
+
+
+LOADS = (
+    Load("agents, short waits", short_wait, 0.25),
+    Load("agents, long waits", long_wait, 0.25),
+    Load("agents, short waits, one-shot prompts", short_wait, 0.35, 2.0),
+    Load("agents, long waits, one-shot prompts", long_wait, 0.35, 2.0),
+)
 
 
 @dataclass(slots=True)
 class Agent:
-    """Does one job after another. due: when it asks next; the turns of its job have taken `busy_s`."""
-
-    number: int
-    random: Random
+    draw: Random
     tokens: array[int] = field(default_factory=lambda: array("i"))
-    namespace: str = ""
-    job: int = 0
     turn: int = 0
-    asked_at: float = 0.0
-    due: float = 0.0
-    busy_s: float = 0.0
-    is_waiting: bool = True
+    job: int = 0
 
-    def draw(self, count: int) -> array[int]:
-        """Return new tokens."""
-        return array("i", (self.random.randrange(10**6) for _ in range(count)))
-
-    def call(self, sigma: float) -> tuple[str, float]:
-        """Return a tool, and the seconds that it takes."""
-        (tool,) = self.random.choices(list(TOOLS), [weight for _, weight in TOOLS.values()])
-        return tool, exp(self.random.gauss(log(TOOLS[tool][0]), sigma))
+    def read(self, count: int) -> None:
+        self.tokens.extend(self.draw.randrange(10**6) for _ in range(count))
 
 
-class Bench:
-    """One replay under one policy."""
+class Agents:
+    """Agents that do one job after another, each of some turns with a tool between two of them."""
 
-    def __init__(self, replay: Replay, policy: Policy) -> None:
-        self.replay, self.policy = replay, policy
-        final = replay.prompt + replay.turns * (replay.answer + replay.result)
-        self.num_blocks = round(replay.share * replay.agents * final / SIZE)
-        stored = None if replay.token_s is None else StoredBlocks(bytes(32), "0" * 32, 10**12)
-        self.cache = PrefixCache(self.num_blocks, SIZE, stored=stored, retention_share=0.9)
-        self.scheduler = Scheduler(
-            [self.cache],
-            max_num_seqs=16,
-            max_num_batched_tokens=BUDGET,
-            max_num_queued_reqs=1000,
-            max_model_len=final + BUDGET,
-        )
-        self.waits = ToolWaits([self.cache], self.scheduler.waiting) if policy is Policy.WAITS else None
-        self.copies = ScriptedCopies(SIZE * (replay.token_s or 0.0))
-        self.now = 0.0
-        self.calls: list[tuple[float, int]] = []
-        self.agents = [Agent(number, Random(1000 * replay.seed + number)) for number in range(replay.agents)]
-        for agent in self.agents:
-            agent.namespace = f"{agent.number}" if policy is Policy.BELADY else f"key/{agent.number}"
-            agent.tokens = agent.draw(replay.prompt)
-            agent.due = 2.0 * agent.number
-            heappush(self.calls, (agent.due, agent.number))
-        self.job_s: list[float] = []
+    def __init__(self, load: Load, make_rule: MakeRule, seed: int) -> None:
+        self._load = load
+        self._service = Service(load.num_blocks, make_rule)
+        self._agents = [Agent(Random(1000 * seed + number)) for number in range(load.agents)]
+        self._calls = [(2.0 * number, number) for number in range(load.agents)]
+        self._draw = Random(seed)
+        self._next_one_shot = 0.0 if load.one_shots else math.inf
+        for agent in self._agents:
+            agent.read(_LENGTHS[0])
 
     def run(self) -> float:
-        """Return the mean seconds of a job."""
-        while self.calls or not self.scheduler.is_idle:
-            while self.calls and self.calls[0][0] <= self.now:
-                self.ask(self.agents[heappop(self.calls)[1]])
-            self.step()
-        return mean(self.job_s)
+        """Return the share of the agents' prompt tokens that were cached."""
+        while any(agent.job < _JOBS for agent in self._agents):
+            self._ask_due()
+            due = self._calls[0][0] if self._calls else math.inf
+            for request in self._service.step(min(due, self._next_one_shot)):
+                if request.session is not None:
+                    self._end(request)
+        return self._service.hit_rate
 
-    def ask(self, agent: Agent) -> None:
-        agent.asked_at, agent.is_waiting = self.now, False
-        request = Request(
-            f"{agent.number}", agent.tokens[:], SamplingParams(self.replay.answer), agent.namespace, session=""
-        )
-        if self.waits is not None:
-            self.waits.record_return(request, self.now)
-        self.scheduler.add(request)
+    def _ask_due(self) -> None:
+        service = self._service
+        while self._calls and self._calls[0][0] <= service.now:
+            number = heappop(self._calls)[1]
+            service.ask(f"{number}", self._agents[number].tokens, _LENGTHS[2])
+        while self._next_one_shot <= service.now:
+            tokens = array("i", (self._draw.randrange(10**6) for _ in range(_ONE_SHOT)))
+            service.ask(f"one shot {self._next_one_shot}", tokens, 4, has_tools=False)
+            self._next_one_shot += self._draw.expovariate(self._load.one_shots)
 
-    def step(self) -> None:
-        scheduler = self.scheduler
-        scheduler.set_time(self.now)
-        for result in self.copies.take(self.now):
-            scheduler.waiting.end_copy(result, self.now)
-        if self.waits is not None:
-            self.waits.advance(self.now)
-        for job in scheduler.waiting.take_copies(self.now):
-            self.copies.start(job, self.now)
-        if self.policy is Policy.BELADY:
-            self.foresee()
-        plans = scheduler.schedule()
-        if plans is None:
-            ends = self.copies.next_end() if self.copies.is_busy else inf
-            self.now = max(self.now, min(ends, self.calls[0][0] if self.calls else inf, self.now + 0.05))
-            return
-        seconds = step_seconds(plans[0]) / self.replay.speed
-        self.now += seconds
-        outputs = scheduler.commit(plans, [results_of(plans[0])])
-        scheduler.count_step(seconds)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self.end(output.request)
-
-    def end(self, request: Request) -> None:
-        agent = self.agents[int(request.request_id)]
-        agent.busy_s += self.now - agent.asked_at
+    def _end(self, request: Request) -> None:
+        agent = self._agents[int(request.request_id)]
         agent.turn += 1
-        if self.waits is not None:
-            self.waits.record_end(request, self.now, is_whole=True)
-        if agent.turn == self.replay.turns:
-            self.end_job(agent)
-            return
-        tool, gap = agent.call(self.replay.sigma)
-        agent.due, agent.is_waiting = self.now + gap, True
-        agent.tokens = request.token_ids + agent.draw(self.replay.result)
-        heappush(self.calls, (agent.due, agent.number))
-        if self.waits is not None:
-            self.waits.begin(request.request_id, [tool], self.now)
-
-    def end_job(self, agent: Agent) -> None:
-        """Let the agent begin its next job, unless it was its last one. The first one does not count."""
-        agent.job += 1
-        if agent.job > 1:
-            self.job_s.append(agent.busy_s)
-        agent.busy_s, agent.turn, agent.is_waiting = 0.0, 0, True
-        agent.tokens = agent.draw(self.replay.prompt)
-        agent.due = self.now + agent.random.expovariate(1 / 5.0) if agent.job < self.replay.jobs else inf
-        if agent.due < inf:
-            heappush(self.calls, (agent.due, agent.number))
-
-    def foresee(self) -> None:
-        """Let KV leave memory in the reverse order of the agents' returns, and have the next ones' read from disk.
-
-        Each agent is an account of its own here, and the weights of accounts give the order.
-        """
-        waiting = sorted((one for one in self.agents if one.is_waiting), key=lambda one: one.due if one.turn else inf)
-        for place, agent in enumerate(waiting, start=1):
-            self.cache.share(agent.namespace, 2.0 ** (-_WEIGHT_BITS * place), 1.0)
-        if self.replay.token_s is None:
-            return
-        for agent in waiting:
-            if not agent.turn or agent.due - self.now > _LEAD * self.replay.token_s * len(agent.tokens):
-                return
-            self.scheduler.waiting.read_back(agent.tokens, agent.namespace, 0)
-
-
-def mean_job_s(replay: Replay, policy: Policy, seeds: int) -> float:
-    return mean(Bench(replace(replay, seed=1 + seed), policy).run() for seed in range(seeds))
-
-
-def table(replay: Replay, seeds: int) -> Iterator[str]:
-    """Yield the rows of a table: the mean seconds of a job by policy without the disk and with it."""
-    in_memory = replace(replay, token_s=None)
-    found: dict[str, float] = {}
-    for policy in Policy:
-        found[policy.value] = mean_job_s(in_memory, policy, seeds)
-        found[f"{policy.value}, disk"] = mean_job_s(replay, policy, seeds)
-    found["all KV in memory"] = mean_job_s(replace(in_memory, share=2.0), Policy.LRU, seeds)
-    for name, seconds in found.items():
-        yield f"| {name} | {seconds:.2f} | " + " | ".join(f"{seconds / found[base]:.2f}" for base in BASES) + " |"
+        if agent.turn < _TURNS:
+            tool, seconds = self._load.wait(agent.draw)
+            agent.tokens = request.token_ids[:]
+            agent.read(_LENGTHS[1])
+        else:
+            tool, seconds = None, agent.draw.expovariate(1 / 20)
+            agent.turn, agent.job, agent.tokens = 0, agent.job + 1, array("i")
+            agent.read(_LENGTHS[0])
+        if agent.job < _JOBS:
+            heappush(self._calls, (self._service.now + seconds, int(request.request_id)))
+        self._service.end(request, tool)
 
 
 @click.command()
-@click.option("--share", type=float, default=0.25, show_default=True, help="KV, of the working set.")
-@click.option("--token-ms", type=float, default=0.05, show_default=True, help="Of a copy, with a disk.")
-@click.option("--speed", type=float, default=16.0, show_default=True, help="Of steps, times the demo's on two cores.")
-@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True)
-def command(share: float, token_ms: float, speed: float, seeds: int) -> None:
-    """Print the mean time of a job by policy, with KV in memory alone and with a disk."""
-    headings = ["policy", "mean time of a job, s", *(f"of that of {base}" for base in BASES)]
-    click.echo(f"| {' | '.join(headings)} |")
-    click.echo("|---" * len(headings) + "|")
-    for row in table(Replay(share, token_ms / 1000, speed=speed), seeds):
-        click.echo(row)
+@click.option("--seconds", type=float, multiple=True, default=(10, 60, 300), show_default=True, help="Of retention.")
+@click.option("--seeds", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Of Mooncake: instead.")
+@click.option("--blocks", type=int, multiple=True, default=(1024, 2048, 8192), show_default=True, help="With a trace.")
+def command(seconds: Sequence[float], seeds: int, trace: Path | None, blocks: Sequence[int]) -> None:
+    """Print the share of prompt tokens that were found in memory, in percent, by load and rule."""
+    rules: dict[str, MakeRule] = {"LRU": lambda _cache, _scheduler: LeastRecentlyUsed()}
+    for each in seconds:
+        rules[f"retained {each:g} s"] = partial(Retained, seconds=each)
+    rules["learned"] = Learned
+    click.echo(f"| load | KV, tokens | {' | '.join(rules)} |")
+    click.echo("|---" * (2 + len(rules)) + "|")
+    if trace is not None:
+        for number in blocks:
+            rates = [replay(trace, number, make) for make in rules.values()]
+            click.echo(row(trace.stem, number, rates))
+        return
+    for load in LOADS:
+        rates = [sum(Agents(load, make, 1 + seed).run() for seed in range(seeds)) / seeds for make in rules.values()]
+        click.echo(row(load.name, load.num_blocks, rates))
+
+
+def row(name: str, num_blocks: int, rates: Sequence[float]) -> str:
+    return f"| {name} | {num_blocks * BLOCK * SCALE:,} | " + " | ".join(f"{100 * rate:.1f}" for rate in rates) + " |"
 
 
 if __name__ == "__main__":
