@@ -85,14 +85,13 @@ class BeamParams:
 class CacheWish:
     """The wishes of a request for the prefix cache, beside its use.
 
-    `retentions`: (prompt tokens, seconds) of prefixes to be retained once the request has ended. `share`: the share of
-    the KV blocks that its account may retain, None for the service's setting. `report`: explain where the match ended.
-    `borders`: numbers of prompt tokens after which other prompts are likely to diverge, for models with recurrent
-    states. `tells_salts`: the report may tell that the prompt is cached for the account under another salt.
+    `retentions`: (prompt tokens, seconds) of prefixes to be retained once the request has ended. `report`: explain
+    where the match ended. `borders`: numbers of prompt tokens after which other prompts are likely to diverge, for
+    models with recurrent states. `tells_salts`: the report may tell that the prompt is cached for the account under
+    another salt.
     """
 
     retentions: tuple[tuple[int, float], ...] = ()
-    share: float | None = None
     report: bool = False
     borders: tuple[int, ...] = ()
     tells_salts: bool = False
@@ -108,7 +107,8 @@ class Terms:
 
     Requests of one `tenant` (the account of an API key) share the service by its `weight` among the tenants that have
     requests. `running` and `queue` are the largest shares of the running and the waiting places that it gets. Beyond
-    the share `cached` of the KV blocks its cached prefixes are evicted first.
+    the share `cached` of the KV blocks its cached prefixes are evicted first. `retained` is the share of the KV blocks
+    that it may retain, None for the service's.
 
     `ttft_s` bounds the time to the first token and `tpot_s` the time per output token, None for the service's bounds. A
     `patient` request is neither refused nor dropped because of its wait. A `background` request uses capacity that
@@ -120,6 +120,7 @@ class Terms:
     running: float = 1.0
     queue: float = 1.0
     cached: float = 1.0
+    retained: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
     patient: bool = False

@@ -73,6 +73,7 @@ def terms_of(
         running=rights.running,
         queue=rights.queue,
         cached=rights.cached,
+        retained=rights.retention,
         ttft_s=ttft_s,
         tpot_s=tpot_s,
         patient=patient,

@@ -225,7 +225,6 @@ class Services:
             kind,
             self.check_serving(),
             owner=identity.digest,
-            retention_share=identity.rights.retention,
             tells_salts=identity.is_admin,
             reports=reports,
             coding=content_coding(scope["headers"]),

@@ -170,8 +170,9 @@ class RequestMemory:
         The longest goes first: if the budget cuts it, the shorter prefixes lie within the rest.
         """
         assert request.lease is not None
+        share = request.terms.retained
         for num_tokens, seconds in sorted(wish.retentions, reverse=True):
-            self._cache.retain(request.lease, min(num_tokens, request.num_prompt_tokens), seconds, wish.share)
+            self._cache.retain(request.lease, min(num_tokens, request.num_prompt_tokens), seconds, share)
 
     def catch_up(self, request: Request) -> int:
         """Adopt blocks that other requests have published; return the number of tokens that this saves from computing.

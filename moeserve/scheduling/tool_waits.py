@@ -194,7 +194,7 @@ class ToolWaits:
         num_tokens = len(request.token_ids) // cache.block_size * cache.block_size
         if not num_tokens:
             return
-        share = None if request.cache is None else request.cache.share
+        share = request.terms.retained
         tokens, session = request.token_ids[:num_tokens], request.session or ""
         wait = Wait(tokens, request.namespace, session, tool, request.rank, share, now)
         self.counters.num_waits += 1

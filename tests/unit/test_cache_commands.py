@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moeserve.engine.cache_commands import CacheCommandError, CacheCommands
-from moeserve.plan import CacheWish, SamplingParams
+from moeserve.plan import CacheWish, SamplingParams, Terms
 from moeserve.wire import pack_token_ids, unpack_token_ids
 from radix_cache import PUBLIC, MissReason, PrefixCache
 from tests.support.jobs import finish
@@ -164,7 +164,8 @@ def test_a_hit_begins_a_retention_anew() -> None:
 def test_retained_blocks_never_keep_a_request_from_its_memory() -> None:
     simulation = Simulation(num_blocks=8, block_size=SIZE, max_model_len=32)
     record = simulation.add("one", PROMPT, SamplingParams(max_tokens=1))
-    record.request.cache = CacheWish(((24, 60.0),), share=1.0)
+    record.request.cache = CacheWish(((24, 60.0),))
+    record.request.terms = Terms(retained=1.0)
     simulation.run()
     assert simulation.cache.retentions.num_blocks == 6
     simulation.add("two", list(range(20, 46)), SamplingParams(max_tokens=1))

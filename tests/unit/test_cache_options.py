@@ -137,7 +137,7 @@ def wishes_of(
         model="tiny", prompts=[prompt], sampling=SamplingParams(1), max_tokens=1, seed=0, cache=options
     )
     with patch.dict(READERS, {"chat": lambda body, facts: request}):
-        prepared = preparer(folder).prepare(Ask("chat", facts, retention_share=0.25), b"{}")
+        prepared = preparer(folder).prepare(Ask("chat", facts), b"{}")
     assert isinstance(prepared, Prepared)
     return prepared.wishes, prepared.prompts[0], token_ids(folder, MESSAGES[:1])
 
@@ -146,18 +146,18 @@ def test_breakpoints_become_token_counts_of_the_rendered_prompt(tmp_path: Path) 
     options = CacheOptions(seconds=60, breakpoints=((1, 3600), (4, 300)))
     wishes, ids, head = wishes_of(tmp_path, options, ChatPrompt(MESSAGES))
     assert ids[: len(head)] == head
-    assert wishes == [CacheWish(((len(ids), 60), (len(head), 3600), (len(ids), 300)), 0.25)]
+    assert wishes == [CacheWish(((len(ids), 60), (len(head), 3600), (len(ids), 300)))]
 
 
 def test_of_many_breakpoints_the_last_four_count(tmp_path: Path) -> None:
     options = CacheOptions(breakpoints=tuple((4, float(seconds)) for seconds in range(1, 8)))
     wishes, ids, _ = wishes_of(tmp_path, options, ChatPrompt(MESSAGES))
-    assert wishes == [CacheWish(tuple((len(ids), float(seconds)) for seconds in range(4, 8)), 0.25)]
+    assert wishes == [CacheWish(tuple((len(ids), float(seconds)) for seconds in range(4, 8)))]
 
 
 def test_a_request_that_asks_nothing_of_the_cache_has_no_wish(tmp_path: Path) -> None:
     assert wishes_of(tmp_path, CacheOptions(), [1, 2, 3])[0] is None
-    assert wishes_of(tmp_path, CacheOptions(report=True), [1, 2, 3])[0] == [CacheWish((), 0.25, True)]
+    assert wishes_of(tmp_path, CacheOptions(report=True), [1, 2, 3])[0] == [CacheWish((), True)]
 
 
 def test_models_with_states_are_told_where_messages_end(tmp_path: Path) -> None:
@@ -165,14 +165,14 @@ def test_models_with_states_are_told_where_messages_end(tmp_path: Path) -> None:
     wishes, ids, head = wishes_of(tmp_path, CacheOptions(), ChatPrompt(MESSAGES), facts)
     talk = token_ids(tmp_path, MESSAGES)
     assert ids[: len(talk)] == talk != ids
-    assert wishes == [CacheWish((), 0.25, False, (len(head), len(talk)))]
+    assert wishes == [CacheWish((), False, (len(head), len(talk)))]
 
 
 def test_prompts_without_messages_or_a_head_of_the_answer_have_no_border(tmp_path: Path) -> None:
     facts = replace(FACTS, keeps_states=True)
-    assert wishes_of(tmp_path, CacheOptions(), [1, 2, 3], facts)[0] == [CacheWish((), 0.25)]
+    assert wishes_of(tmp_path, CacheOptions(), [1, 2, 3], facts)[0] == [CacheWish(())]
     continued = ChatPrompt(MESSAGES[1:3], add_generation_prompt=False, continue_final=True)
-    assert wishes_of(tmp_path, CacheOptions(), continued, facts)[0] == [CacheWish((), 0.25)]
+    assert wishes_of(tmp_path, CacheOptions(), continued, facts)[0] == [CacheWish(())]
 
 
 PREFIXES = ({"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"})

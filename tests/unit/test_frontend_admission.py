@@ -203,10 +203,13 @@ PLAIN = Identity(b"\1" * 32, frozenset({USER}))
 
 def test_without_keys_all_are_one_tenant_and_a_key_is_one_of_its_own() -> None:
     assert terms() == Terms()
-    other = Identity(b"\2" * 32, frozenset({USER}), Rights(weight=2.0, running=0.5, queue=0.25, cached=0.1))
+    other = Identity(
+        b"\2" * 32, frozenset({USER}), Rights(retention=0.3, weight=2.0, running=0.5, queue=0.25, cached=0.1)
+    )
     assert terms(PLAIN).tenant != terms(other).tenant != ""
     granted = terms(other)
-    assert (granted.weight, granted.running, granted.queue, granted.cached) == (2.0, 0.5, 0.25, 0.1)
+    assert (granted.weight, granted.running, granted.queue) == (2.0, 0.5, 0.25)
+    assert (granted.cached, granted.retained) == (0.1, 0.3)
 
 
 @pytest.mark.parametrize(

@@ -55,15 +55,14 @@ Kind = Literal[
 class Ask(msgspec.Struct, frozen=True, array_like=True):
     """A body's route and the facts that reading it needs.
 
-    owner: digest of the caller's key; nobody else's text is compared with this one. retention_share, tells_salts: see
-    `CacheWish`. reports: the answer tells about the prompt cache. coding: in which the body came, up to `max_bytes` of
-    it. max_choices: of one request. earlier: the items that the body refers to, None until they are known.
+    owner: digest of the caller's key; nobody else's text is compared with this one. tells_salts: see `CacheWish`.
+    reports: the answer tells about the prompt cache. coding: in which the body came, up to `max_bytes` of it.
+    max_choices: of one request. earlier: the items that the body refers to, None until they are known.
     """
 
     kind: Kind
     model: ModelFacts
     owner: bytes = b""
-    retention_share: float | None = None
     tells_salts: bool = False
     reports: bool = False
     coding: bytes | None = None

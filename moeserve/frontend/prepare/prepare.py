@@ -252,7 +252,7 @@ class Preparer:
                 kept, borders = marked_lengths(
                     prompt, token_ids, request.cache, encode, keeps_states=facts.keeps_states
                 )
-                wishes.append(CacheWish(kept, ask.retention_share, request.cache.report, borders, ask.tells_salts))
+                wishes.append(CacheWish(kept, request.cache.report, borders, ask.tells_salts))
         texts = []
         if request.shows_prompts:
             texts = [self._shown(request, *pair) for pair in zip(request.prompts, prompts, strict=True)]
