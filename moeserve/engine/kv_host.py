@@ -165,10 +165,9 @@ class HostedBlocks:
 
     def _count(self, path: str, number: int, num_bytes: int) -> None:
         folder, _, name = path.rpartition("/")
-        before = self._of_folder.pop(folder, (0, 0))
+        before = self._of_folder.get(folder, (0, 0))
         is_kv = len(name) == 2 * NAME_BYTES
-        if num_bytes := before[1] + num_bytes:
-            self._of_folder[folder] = before[0] + number * is_kv, num_bytes
+        self._of_folder[folder] = before[0] + number * is_kv, before[1] + num_bytes
 
 
 class StagedBlocks:

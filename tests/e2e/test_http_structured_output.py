@@ -155,6 +155,20 @@ def test_a_special_token_in_a_forced_call_is_part_of_its_arguments(running: Serv
     assert json.loads(call["function"]["arguments"]) == {"k": value}
 
 
+def test_ids_of_64_bits_keep_their_digits(running: Service) -> None:
+    number = 2512292042121000001
+    bounds = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+    properties = {"id": {"enum": [number]}, "any": bounds, "maybe": {"anyOf": [{"const": number + 2}]}}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    text = chat(running, response_format=json_schema(schema), max_tokens=400).json()["choices"][0]["message"]["content"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    called = chat(running, tools=tools, tool_choice="required", max_tokens=400, parallel_tool_calls=False).json()
+    (call,) = called["choices"][0]["message"]["tool_calls"]
+    for answer in (json.loads(text), json.loads(call["function"]["arguments"])):
+        assert (answer["id"], answer["maybe"]) == (number, number + 2)
+        jsonschema.validate(answer, schema)
+
+
 def test_an_answer_that_is_cut_says_length(running: Service) -> None:
     choice = chat(running, response_format=json_schema(PERSON), max_tokens=4).json()["choices"][0]
     assert choice["finish_reason"] == "length"

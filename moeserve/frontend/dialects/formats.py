@@ -18,10 +18,12 @@ from llguidance import regex_to_lark
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
-from moeserve.frontend.errors import invalid, unsupported
+from moeserve.frontend.errors import ApiError, invalid, unsupported
+from moeserve.grammars.large_numbers import LargeNumberError, expression_of, part_of
 from moeserve.grammars.schemas import subschemas
 from moeserve.plan import SamplingParams
 
+_LONGEST_REASON = 300
 # Lower than every other logit: EOS is sampled where nothing else is allowed, and nowhere else.
 _LAST_RESORT = -1e6
 
@@ -335,7 +337,24 @@ def of_calls(lark: str, form: OutputFormat | None, ids: Mapping[str, int] = _NO_
 def of_schema(schema: Any, where: str) -> Constraint:
     """Return the constraint of a JSON schema. Raise ApiError for one that is too large or too deep."""
     prepared = prepare_schema(schema, where)
-    return Constraint(_whole([{"json_schema": prepared}]), where, prepared)
+    try:
+        return Constraint(_whole([part_of(prepared)]), where, prepared)
+    except LargeNumberError as error:
+        raise unenforceable(where, error.path, str(error)) from None
+
+
+def json_expression(prepared: Any, where: str) -> str:
+    """Return the expression in Lark for JSON of a schema, which has its spacing in `x-guidance`. Raise ApiError."""
+    try:
+        return expression_of(prepared)
+    except LargeNumberError as error:
+        raise unenforceable(where, error.path, str(error)) from None
+
+
+def unenforceable(where: str, path: Sequence[str | int], reason: str) -> ApiError:
+    """Return the error of a schema. path: of its part at fault."""
+    param = where + "".join(f"[{step}]" if isinstance(step, int) else f".{step[:60]}" for step in path)
+    return invalid(f"Invalid value for `{param}`: {' '.join(reason.split())[:_LONGEST_REASON]}", param)
 
 
 def prepare_schema(schema: Any, where: str) -> Any:
@@ -439,7 +458,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _says_nothing(keyword: str, value: Any) -> bool:
-    """Return whether a keyword forbids nothing, although llguidance refuses it."""
+    """Return whether a keyword forbids nothing, although llguidance may refuse it."""
     match keyword:
         case "format":
             return isinstance(value, str) and value not in _ENFORCED_FORMATS
@@ -449,7 +468,7 @@ def _says_nothing(keyword: str, value: Any) -> bool:
             return value is False
         case "unevaluatedProperties" | "unevaluatedItems":
             return value in (True, {})
-        case "x-guidance":
+        case "x-guidance" | "default" | "examples":
             return True
     return False
 
@@ -484,11 +503,11 @@ def _tagged(form: StructuralTags, where: str) -> str:
     """
     rules, names = [], []
     for number, tag in enumerate(form.tags):
-        schema = json.dumps(prepare_schema(tag.schema, where), ensure_ascii=False)
+        schema = json_expression(prepare_schema(tag.schema, where), where)
         trigger, rest, end = (_quoted(text) for text in (tag.trigger, tag.begin[len(tag.trigger) :], tag.end))
         names.append(f"tag_{number}")
         rules.append(f"begin_{number}[lazy]: TEXT {trigger}")
-        rules.append(f"tag_{number}: begin_{number} {rest} %json {schema} {end}")
+        rules.append(f"tag_{number}: begin_{number} {rest} {schema} {end}")
     tags = f"({' | '.join(names)})"
     if form.stop_after_first:
         body = tags if form.at_least_one else f"{tags} | text"
@@ -508,5 +527,5 @@ def _check_size(text: str, where: str) -> None:
         raise invalid(f"`{where}` takes at most {limits.MAX_GRAMMAR_BYTES} bytes", where)
 
 
-def _too_deep(where: str) -> Exception:
+def _too_deep(where: str) -> ApiError:
     return invalid(f"`{where}` takes at most {limits.MAX_SCHEMA_DEPTH} levels of schemas", where)

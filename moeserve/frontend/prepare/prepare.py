@@ -24,12 +24,19 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, responses
-from moeserve.frontend.dialects.formats import Constraint, ascii_classes, constrain, constraint_of, of_calls
+from moeserve.frontend.dialects.formats import (
+    Constraint,
+    ascii_classes,
+    constrain,
+    constraint_of,
+    of_calls,
+    unenforceable,
+)
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.errors import ApiError, check_choices, context_length_exceeded, invalid, longest_output
 from moeserve.frontend.http import inflate
-from moeserve.frontend.parsers.shape import OutputShape
+from moeserve.frontend.parsers.families import OutputShape
 from moeserve.frontend.prepare.messages import (
     Ask,
     Body,
@@ -44,12 +51,12 @@ from moeserve.frontend.prepare.messages import (
 from moeserve.frontend.prepare.templates import ChatTemplate, guard_prompt
 from moeserve.frontend.text import NO_IDS, PieceMemory, PromptText, TextTokenizer, decode_prompt, prompt_tail
 from moeserve.grammars.compiler import GrammarError, error_in
+from moeserve.grammars.large_numbers import LargeNumberError, part_of
 from moeserve.grammars.schemas import find_error
 from moeserve.grammars.tokens import load_tokens
 from moeserve.plan import CacheWish, SamplingParams
 
 _KEPT_VERDICTS = 256
-_LONGEST_MESSAGE = 300
 _SECONDS_TO_LOCATE = 0.5  # of processor time; finding the place of an error compiles parts of the schema again
 
 
@@ -126,18 +133,17 @@ class GrammarCheck:
 
 
 def _refusal(constraint: Constraint, verdict: Verdict) -> ApiError:
-    param = constraint.where + "".join(
-        f"[{step}]" if isinstance(step, int) else f".{step[:60]}" for step in verdict.path
-    )
-    reason = " ".join((verdict.error or "").split())[:_LONGEST_MESSAGE]
-    return invalid(f"Invalid value for `{param}`: {reason}", param)
+    return unenforceable(constraint.where, verdict.path, verdict.error or "")
 
 
 def _fails_alike(tokens: LLTokenizer, schema: Any, error: str, deadline: float) -> bool:
     """Return whether a schema fails with this error; False when the time is up."""
     if time.process_time() > deadline:
         return False
-    grammar = msgspec.json.encode({"grammars": [{"json_schema": schema}]}).decode()
+    try:
+        grammar = msgspec.json.encode({"grammars": [part_of(schema)]}).decode()
+    except LargeNumberError:
+        return False
     return error_in(tokens, grammar) == error
 
 
