@@ -1,7 +1,7 @@
 """`python -m benchmarks.tool_waits`: which KV stays in memory while tools run, on a scripted clock.
 
 The scheduler and the radix tree are the service's; steps take as long as a script says, so every run is the same. The
-figure is the share of prompt tokens that were found in memory, by the rule that chooses which KV stays. A block of KV
+figure is the share of prompt tokens that were found in memory, by the time for which turns are retained. A block of KV
 stands for 512 tokens, the unit of the traces of Mooncake, so a simulated token stands for 32 (`benchmarks.replicas`).
 """
 
@@ -11,11 +11,9 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
-from typing import Protocol
 
 import click
 
@@ -36,90 +34,35 @@ _ONE_SHOT = 128  # tokens of a prompt that nothing continues
 
 # Seconds that tools take. Of a public trace 86 % of the gaps between an agent's turns are below 1 s, and 95 % below
 # 10 s; log-uniform between these, and up to ten minutes.
-_SHORT = (("read", 0.8646, 0.05, 1.0), ("search", 0.0866, 1.0, 10.0), ("build", 0.0488, 10.0, 600.0))
-# Name, calls of ten, median of a log-normal time with sigma 1.
-_LONG = (("read", 5, 2.0), ("search", 3, 10.0), ("build", 2, 90.0))
+_SHORT = ((0.8646, 0.05, 1.0), (0.0866, 1.0, 10.0), (0.0488, 10.0, 600.0))
+# Calls of ten, and the median of a log-normal time with sigma 1.
+_LONG = ((5, 2.0), (3, 10.0), (2, 90.0))
 
 
-def short_wait(draw: Random) -> tuple[str, float]:
-    name, _, low, high = draw.choices(_SHORT, [share for _, share, _, _ in _SHORT])[0]
-    return name, math.exp(draw.uniform(math.log(low), math.log(high)))
+def short_wait(draw: Random) -> float:
+    _, low, high = draw.choices(_SHORT, [share for share, _, _ in _SHORT])[0]
+    return math.exp(draw.uniform(math.log(low), math.log(high)))
 
 
-def long_wait(draw: Random) -> tuple[str, float]:
-    name, _, median = draw.choices(_LONG, [calls for _, calls, _ in _LONG])[0]
-    return name, median * math.exp(draw.gauss(0, 1))
-
-
-class Rule(Protocol):
-    """Decides what becomes of the KV of turns; LRU but for that."""
-
-    def arrive(self, request: Request, now: float) -> None: ...
-    def end(self, request: Request, tool: str | None, now: float) -> None: ...
-    def advance(self, now: float) -> None: ...
-
-
-class LeastRecentlyUsed:
-    """Does nothing."""
-
-    def arrive(self, request: Request, now: float) -> None:
-        pass
-
-    def end(self, request: Request, tool: str | None, now: float) -> None:
-        pass
-
-    def advance(self, now: float) -> None:
-        pass
-
-
-class Retained(LeastRecentlyUsed):
-    """Retains each turn that has called a tool for `seconds`."""
-
-    def __init__(self, cache: PrefixCache, _: Scheduler, *, seconds: float) -> None:
-        self._cache = cache
-        self._seconds = seconds
-
-    def end(self, request: Request, tool: str | None, now: float) -> None:
-        if tool is not None:
-            lease = self._cache.match(request.token_ids, request.namespace)
-            self._cache.retain(lease, len(request.token_ids), self._seconds)
-            self._cache.release(lease)
-
-
-class Learned:
-    """Learns how long each tool takes."""
-
-    def __init__(self, cache: PrefixCache, scheduler: Scheduler) -> None:
-        self._waits = ToolWaits([cache], scheduler.waiting)
-
-    def arrive(self, request: Request, now: float) -> None:
-        self._waits.record_return(request, now)
-
-    def end(self, request: Request, tool: str | None, now: float) -> None:
-        self._waits.record_end(request, now, is_whole=True)
-        if tool is not None:
-            self._waits.begin(request.request_id, [tool], now)
-
-    def advance(self, now: float) -> None:
-        self._waits.advance(now)
-
-
-MakeRule = Callable[[PrefixCache, Scheduler], Rule]
+def long_wait(draw: Random) -> float:
+    _, median = draw.choices(_LONG, [calls for calls, _ in _LONG])[0]
+    return median * math.exp(draw.gauss(0, 1))
 
 
 @dataclass(slots=True)
 class Service:
-    """One service. cached, asked: prompt tokens of the requests that count."""
+    """One service. retained_s: for which it retains turns that have called tools, 0 for LRU. cached, asked: prompt
+    tokens of the requests that count."""
 
     num_blocks: int
-    make_rule: MakeRule
+    retained_s: float
     token_s: float = _TOKEN_S
     now: float = 0.0
     cached: int = 0
     asked: int = 0
     cache: PrefixCache = field(init=False)
     scheduler: Scheduler = field(init=False)
-    rule: Rule = field(init=False)
+    waits: ToolWaits = field(init=False)
 
     def __post_init__(self) -> None:
         self.cache = PrefixCache(self.num_blocks, BLOCK)
@@ -130,20 +73,17 @@ class Service:
             max_num_queued_reqs=10**6,
             max_model_len=self.num_blocks * BLOCK // 2,
         )
-        self.rule = self.make_rule(self.cache, self.scheduler)
+        self.waits = ToolWaits([self.cache], self.retained_s)
 
     def ask(self, name: str, tokens: array[int], num_output: int, *, has_tools: bool = True) -> None:
-        session = "" if has_tools else None
-        request = Request(name, tokens[:], SamplingParams(num_output), "key", session=session)
+        request = Request(name, tokens[:], SamplingParams(num_output), "key", has_tools=has_tools)
         self.scheduler.set_time(self.now)
-        self.rule.arrive(request, self.now)
         self.scheduler.add(request)
 
     def step(self, until: float) -> Iterator[Request]:
         """Compute a step, or wait no longer than `until`. Yield the requests that have ended."""
         scheduler = self.scheduler
         scheduler.set_time(self.now)
-        self.rule.advance(self.now)
         plans = None if scheduler.is_idle else scheduler.schedule()
         if plans is None:
             self.now = max(self.now, min(until, self.now + _IDLE_S))
@@ -155,32 +95,34 @@ class Service:
         scheduler.count_step(seconds)
         yield from (output.request for output in outputs if output.finish_reason is not None)
 
-    def end(self, request: Request, tool: str | None) -> None:
-        """Count a request that has ended. tool: that it calls, None for none."""
+    def end(self, request: Request, *, calls_tools: bool = True) -> None:
+        """Count a request that has ended."""
         self.cached += request.num_cached_tokens
         self.asked += request.num_prompt_tokens
-        self.rule.end(request, tool, self.now)
+        if calls_tools and self.retained_s:
+            self.waits.record_end(request)
+            self.waits.retain(request.request_id)
 
     @property
     def hit_rate(self) -> float:
         return self.cached / self.asked
 
 
-def replay(file: Path, num_blocks: int, make_rule: MakeRule) -> float:
+def replay(file: Path, num_blocks: int, retained_s: float) -> float:
     """Return the share of cached prompt tokens of a trace, in which every request counts as one that calls a tool."""
     asks = mooncake(file)
     num_tokens = sum(len(ask.blocks) * BLOCK for ask in asks)
-    service = Service(num_blocks, make_rule, _TRACE_LOAD * asks[-1].at / num_tokens)
+    service = Service(num_blocks, retained_s, _TRACE_LOAD * asks[-1].at / num_tokens)
     for number, ask in enumerate(asks):
         while service.now < ask.at:
             for request in service.step(ask.at):
-                service.end(request, "tool")
+                service.end(request)
         tokens = array("i", (block * BLOCK + place for block in ask.blocks for place in range(BLOCK)))
         tokens.append(-1 - number)  # of no block: no answer is to one
         service.ask(f"{number}", tokens, min(_MOST_OUTPUT, ask.output))
     while not service.scheduler.is_idle:
         for request in service.step(math.inf):
-            service.end(request, "tool")
+            service.end(request)
     return service.hit_rate
 
 
@@ -190,7 +132,7 @@ class Load:
     no tools and that nothing continues."""
 
     name: str
-    wait: Callable[[Random], tuple[str, float]]
+    wait: Callable[[Random], float]
     share: float
     one_shots: float = 0.0
     agents: int = 24
@@ -224,9 +166,9 @@ class Agent:
 class Agents:
     """Agents that do one job after another, each of some turns with a tool between two of them."""
 
-    def __init__(self, load: Load, make_rule: MakeRule, seed: int) -> None:
+    def __init__(self, load: Load, retained_s: float, seed: int) -> None:
         self._load = load
-        self._service = Service(load.num_blocks, make_rule)
+        self._service = Service(load.num_blocks, retained_s)
         self._agents = [Agent(Random(1000 * seed + number)) for number in range(load.agents)]
         self._calls = [(2.0 * number, number) for number in range(load.agents)]
         self._draw = Random(seed)
@@ -240,7 +182,7 @@ class Agents:
             self._ask_due()
             due = self._calls[0][0] if self._calls else math.inf
             for request in self._service.step(min(due, self._next_one_shot)):
-                if request.session is not None:
+                if request.has_tools:
                     self._end(request)
         return self._service.hit_rate
 
@@ -257,17 +199,18 @@ class Agents:
     def _end(self, request: Request) -> None:
         agent = self._agents[int(request.request_id)]
         agent.turn += 1
-        if agent.turn < _TURNS:
-            tool, seconds = self._load.wait(agent.draw)
+        calls_tools = agent.turn < _TURNS
+        if calls_tools:
+            seconds = self._load.wait(agent.draw)
             agent.tokens = request.token_ids[:]
             agent.read(_LENGTHS[1])
         else:
-            tool, seconds = None, agent.draw.expovariate(1 / 20)
+            seconds = agent.draw.expovariate(1 / 20)
             agent.turn, agent.job, agent.tokens = 0, agent.job + 1, array("i")
             agent.read(_LENGTHS[0])
         if agent.job < _JOBS:
             heappush(self._calls, (self._service.now + seconds, int(request.request_id)))
-        self._service.end(request, tool)
+        self._service.end(request, calls_tools=calls_tools)
 
 
 @click.command()
@@ -277,19 +220,16 @@ class Agents:
 @click.option("--blocks", type=int, multiple=True, default=(1024, 2048, 8192), show_default=True, help="With a trace.")
 def command(seconds: Sequence[float], seeds: int, trace: Path | None, blocks: Sequence[int]) -> None:
     """Print the share of prompt tokens that were found in memory, in percent, by load and rule."""
-    rules: dict[str, MakeRule] = {"LRU": lambda _cache, _scheduler: LeastRecentlyUsed()}
-    for each in seconds:
-        rules[f"retained {each:g} s"] = partial(Retained, seconds=each)
-    rules["learned"] = Learned
-    click.echo(f"| load | KV, tokens | {' | '.join(rules)} |")
+    rules = (0.0, *seconds)
+    click.echo(f"| load | KV, tokens | LRU | {' | '.join(f'{each:g} s' for each in seconds)} |")
     click.echo("|---" * (2 + len(rules)) + "|")
     if trace is not None:
         for number in blocks:
-            rates = [replay(trace, number, make) for make in rules.values()]
+            rates = [replay(trace, number, each) for each in rules]
             click.echo(row(trace.stem, number, rates))
         return
     for load in LOADS:
-        rates = [sum(Agents(load, make, 1 + seed).run() for seed in range(seeds)) / seeds for make in rules.values()]
+        rates = [sum(Agents(load, each, 1 + seed).run() for seed in range(seeds)) / seeds for each in rules]
         click.echo(row(load.name, load.num_blocks, rates))
 
 

@@ -159,13 +159,13 @@ class Request:
     chunk or a preemption only changes that number. `num_scheduled_tokens` are in plans whose results have not come yet.
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
-    tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`. `session`: see
-    `Generate`. `cache` is None for most requests; `miss` explains where the match of the prompt ended, until an output
-    carries it. Unless the share `least_cached` of its prompt is cached when it is first looked at, it ends at once.
-    `state` is set with the lease if the model has recurrent states and a slot was free. `arrived_at` is on the
-    scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must leave its place as
-    soon as no plan in flight names it. `mask`: the tokens that its grammar allows next (see `ChunkExtras`), None while
-    they are not known.
+    tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`. `has_tools`:
+    its answer may call tools. `cache` is None for most requests; `miss` explains where the match of the prompt ended,
+    until an output carries it. Unless the share `least_cached` of its prompt is cached when it is first looked at, it
+    ends at once. `state` is set with the lease if the model has recurrent states and a slot was free. `arrived_at` is
+    on the scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must leave its
+    place as soon as no plan in flight names it. `mask`: the tokens that its grammar allows next (see `ChunkExtras`),
+    None while they are not known.
 
     `draft_tokens` are guesses of the tokens that follow `token_ids`, made with the last commit; where there is a
     grammar, `draft_masks` are the masks after each of them. Guesses in flight do not count as scheduled tokens.
@@ -215,7 +215,7 @@ class Request:
     failed: bool = False
     cache: CacheWish | None = None
     miss: Miss | None = None
-    session: str | None = None
+    has_tools: bool = False
     state: RequestState | None = None
     terms: Terms = DEFAULT_TERMS
     arrived_at: float = 0.0

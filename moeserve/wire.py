@@ -154,8 +154,8 @@ class Generate(Message):
     A request that `resumes` was with an earlier life of the engine, and goes before all that were not. If that life has
     begun it, it continues: `output_token_ids` (int32 bytes) are its output so far, and `num_prompt_logprobs` log
     probabilities of its prompt are known already. `thought`: the budget of its thoughts, None for no bound.
-    `cache_hit_threshold`: the share of the prompt that must be cached for the request to be computed. `session`: a name
-    that the turns of a conversation share, empty without one; None for a request that calls no tools (see `Turned`).
+    `cache_hit_threshold`: the share of the prompt that must be cached for the request to be computed. `has_tools`:
+    the answer may call tools (see `Turned`).
     `offers_kv`: hold the blocks of the prompt for another service. `ticket`: fetch them from another one.
     `beams`: search for the likeliest texts; the request then has one output, the last, with the texts that were found.
     `predicted`: the answer's text as its client predicts it, as int32 bytes.
@@ -174,7 +174,7 @@ class Generate(Message):
     resumes: bool = False
     thought: ThoughtBudget | None = None
     cache_hit_threshold: float = 0.0
-    session: str | None = None
+    has_tools: bool = False
     offers_kv: bool = False
     ticket: KvTicket | None = None
     beams: BeamParams | None = None
@@ -185,7 +185,6 @@ class Turned(Message):
     """The answer of a request that has ended calls tools: its conversation continues once they have run."""
 
     request_id: str
-    tools: list[str]
 
 
 class Finish(Message):

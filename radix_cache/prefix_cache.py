@@ -14,7 +14,7 @@ from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Fact, Published, facts_of
 from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
-from radix_cache.nodes import Fork, Lease, Node, Retention, Snapshot
+from radix_cache.nodes import Fork, Lease, Node, Snapshot
 from radix_cache.retention import account_of
 from radix_cache.retentions import Retentions
 from radix_cache.room import Room
@@ -527,54 +527,17 @@ class PrefixCache:
         self._check(lease)
         self._tree.record_hit(lease.node, num_tokens)
 
-    def retain(self, lease: Lease, num_tokens: int, ttl: float, share: float | None = None) -> None:
+    def retain(
+        self, lease: Lease, num_tokens: int, ttl: float, share: float | None = None, *, yields: bool = False
+    ) -> None:
         """Retain the first `num_tokens` of the lease's tokens for `ttl` from now on, as far as they are published.
 
         Whole blocks only. Within the account's budget the retentions refreshed longest ago give way; the rest that
-        still does not fit is not retained. share: of the account, None for the cache's.
+        still does not fit is not retained. share: of the account, None for the cache's. yields: give way to all
+        retentions of the account that do not yield.
         """
         self._check(lease)
-        self.retentions.retain(lease, num_tokens, ttl, share)
-
-    def expect_back(
-        self, tokens: array[int], namespace: str, after_s: float, ttl: float, share: float | None = None
-    ) -> Retention | None:
-        """Record that the cached prefix of `tokens` is next used in about `after_s` seconds.
-
-        Until then it is evicted like prefixes that were last used that long ago. For `ttl` seconds, if it is not 0, it
-        is retained as by `retain`. Return the retention, for `Retentions.end`; None if there is none, or one before.
-        """
-        lease, before = self.match(tokens, namespace), len(self._tree.ledger.account(account_of(namespace)).retentions)
-        if ttl > 0:
-            self.retentions.retain(lease, lease.num_published_tokens, ttl, share)
-        node = lease.node
-        self.release(lease)
-        self._tree.place(node, after_s)
-        is_new = len(self._tree.ledger.account(account_of(namespace)).retentions) > before
-        return node.retention if is_new else None
-
-    def place(self, tokens: array[int], namespace: str, seconds: float) -> bool:
-        """Place the cached prefix of `tokens` in the order of eviction among prefixes that were last used `seconds`
-        ago.
-
-        Return False, with nothing changed, if nothing of it is cached or its end is retained.
-        """
-        node, _, num_found = self._tree.locate(namespace, self._reusable(tokens, 0))
-        if node is None or not num_found or node.keeps:
-            return False
-        self._tree.place(node, seconds)
-        return True
-
-    def seconds_of_next(self, num_blocks: int) -> float:
-        """Return the seconds since the last use, by its place, of the prefix that is evicted first if `num_blocks` are
-        needed.
-
-        inf if as many are free; 0 if it is retained.
-        """
-        if self._allocator.num_free >= num_blocks:
-            return inf
-        leaf = self._tree.victims.next_leaf()
-        return 0.0 if leaf is None or leaf.retention is not None else self._tree.seconds_since(leaf.last_used)
+        self.retentions.retain(lease, num_tokens, ttl, share, yields=yields)
 
     def drop(self, namespaces: Collection[str] | None) -> Iterator[int]:
         """Evict all prefixes of namespaces (None: of all) that no lease protects, retained ones too.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from heapq import heapify, heappop, heappush
+from itertools import chain
 
 from radix_cache.nodes import Node, Retention
 
@@ -23,16 +24,17 @@ def account_of(namespace: str) -> str:
 class Account:
     """The retentions of one account by number, the one refreshed longest ago first.
 
-    `num_blocks`: the number of blocks that they cover, each counted once. `num_pinned_blocks`: the number of the
-    account's own blocks that pins cover.
+    `yielding`: the retentions among them that no client has asked for. `num_blocks`: the number of blocks that all of
+    them cover, each counted once. `num_pinned_blocks`: the number of the account's own blocks that pins cover.
     """
 
-    __slots__ = ("num_blocks", "num_pinned_blocks", "retentions")
+    __slots__ = ("num_blocks", "num_pinned_blocks", "retentions", "yielding")
 
     def __init__(self) -> None:
         self.num_blocks = 0
         self.num_pinned_blocks = 0
         self.retentions: OrderedDict[int, Retention] = OrderedDict()
+        self.yielding: OrderedDict[int, Retention] = OrderedDict()
 
 
 def num_unpinned_blocks(node: Node) -> int:
@@ -71,8 +73,11 @@ class RetentionLedger:
         """Return the accounts that retain something."""
         return self._accounts
 
-    def place(self, node: Node, ttl: float, now: float, *, pin: bool = False) -> None:
-        """Retain the prefix that ends with `node` until `now + ttl`, or pin it. A longer earlier grant stays."""
+    def place(self, node: Node, ttl: float, now: float, *, pin: bool = False, yields: bool = False) -> None:
+        """Retain the prefix that ends with `node` until `now + ttl`, or pin it. A longer earlier grant stays.
+
+        yields: see `RadixTree.retain`.
+        """
         retention = node.retention
         account = self._accounts.setdefault(account_of(node.namespace), Account())
         if retention is None:
@@ -80,6 +85,10 @@ class RetentionLedger:
             retention = Retention(self._number, node)
             self.num_retentions += 1
             self._attach(retention, node, account)
+            if yields:
+                account.yielding[retention.number] = retention
+        elif not yields:
+            account.yielding.pop(retention.number, None)
         if pin and not retention.is_pinned:
             retention.is_pinned = True
             self.num_pins += 1
@@ -119,10 +128,19 @@ class RetentionLedger:
         self._release(node)
         return node
 
-    def oldest(self, account: str, spared: Node) -> Retention | None:
-        """Return the retention of an account that was refreshed longest ago, except pins and that of `spared`."""
-        retentions = self.account(account).retentions.values()
+    def oldest(self, account: str, spared: Node, *, yielding: bool) -> Retention | None:
+        """Return the retention of an account that gives way next, except pins and that of `spared`.
+
+        Retentions that yield come first, and with `yielding` no others; then the one that was refreshed longest ago.
+        """
+        own = self.account(account)
+        retentions = chain(own.yielding.values(), () if yielding else own.retentions.values())
         return next((one for one in retentions if not one.is_pinned and one.node is not spared), None)
+
+    def yields(self, node: Node) -> bool:
+        """Return whether the retention that ends at `node`, if there is one, yields."""
+        retention = node.retention
+        return retention is not None and retention.number in self.account(account_of(node.namespace)).yielding
 
     def end_overdue(self, now: float) -> list[Node]:
         """End the retentions whose time is over. Return the nodes where they ended."""
@@ -158,6 +176,7 @@ class RetentionLedger:
         retention, parent = node.retention, node.parent
         assert retention is not None
         assert parent is not None
+        account = self._accounts[account_of(node.namespace)]
         was_pinned = parent.retention is not None and parent.retention.is_pinned
         if node.holds and parent.namespace == node.namespace:
             self._hold(parent, -1)
@@ -165,11 +184,11 @@ class RetentionLedger:
         if parent.parent is None or parent.namespace != node.namespace:
             self._forget(retention, node)
         elif parent.retention is not None and parent.retention.refreshed > retention.refreshed:
-            self._merge(retention, parent.retention)
+            self._merge(retention, parent.retention, account)
             self._forget(retention, node)
         else:
             if parent.retention is not None:
-                self._merge(parent.retention, retention)
+                self._merge(parent.retention, retention, account)
                 self._forget(parent.retention, parent)
             else:
                 parent.keeps += 1
@@ -184,8 +203,12 @@ class RetentionLedger:
         self._num_refreshes += 1
         retention.refreshed = self._num_refreshes
         account.retentions.move_to_end(retention.number)
+        if retention.number in account.yielding:
+            account.yielding.move_to_end(retention.number)
 
-    def _merge(self, source: Retention, target: Retention) -> None:
+    def _merge(self, source: Retention, target: Retention, account: Account) -> None:
+        if source.number not in account.yielding:
+            account.yielding.pop(target.number, None)
         if source.is_pinned and not target.is_pinned:
             target.is_pinned = True
             self.num_pins += 1
@@ -233,7 +256,9 @@ class RetentionLedger:
             self.num_pins -= 1
         self.num_retentions -= 1
         retention.node = node.retention = None
-        del self._accounts[account_of(node.namespace)].retentions[retention.number]
+        account = self._accounts[account_of(node.namespace)]
+        del account.retentions[retention.number]
+        account.yielding.pop(retention.number, None)
 
     def _release(self, node: Node) -> None:
         """Take back one of the `keeps` of a node, whose account may have no retention left."""

@@ -6,7 +6,7 @@ from array import array
 
 from radix_cache.borders import Borders
 from radix_cache.errors import BudgetError
-from radix_cache.nodes import Lease, Retention
+from radix_cache.nodes import Lease
 from radix_cache.retention import account_of, num_unpinned_blocks
 from radix_cache.tree import RadixTree
 from radix_cache.window_blocks import RETAINED, WindowBlocks
@@ -58,14 +58,14 @@ class Retentions:
         left = self._num_left_to_pin(account, share, pin_share)
         return self._retainable(share), own.num_blocks, own.num_pinned_blocks, left
 
-    def retain(self, lease: Lease, num_tokens: int, ttl: float, share: float | None) -> None:
+    def retain(self, lease: Lease, num_tokens: int, ttl: float, share: float | None, *, yields: bool) -> None:
         """Retain a part of a lease's published tokens. See `PrefixCache.retain`."""
         num_published = lease.num_published_tokens // self._tree.block_size
         wanted = min(num_tokens // self._tree.block_size, num_published)
         if wanted > 0 and ttl > 0:
             node = self._tree.node_at(lease.node, num_published, wanted)
             if node.namespace == lease.namespace:
-                self._tree.retain(node, ttl, self._retainable(share))
+                self._tree.retain(node, ttl, self._retainable(share), yields=yields)
                 if self._windows is not None and node.keeps:
                     lease.ends[wanted] = RETAINED
                     self._windows.retain(lease.block_ids[:wanted])
@@ -104,11 +104,6 @@ class Retentions:
         if self._windows is not None:
             self._windows.retain(tree.path(node))
         return wanted * size
-
-    def end(self, retention: Retention, ttl: float) -> None:
-        """End a retention of `expect_back` for `ttl` seconds, unless it has ended or a client has a part in it."""
-        if retention.node is not None and not retention.is_pinned and retention.ttl == ttl:
-            self._tree.end_retention(retention)
 
     def unpin(self, tokens: array[int], namespace: str = "") -> bool:
         """End the pin of the whole blocks of `tokens`. Return False if there is none."""

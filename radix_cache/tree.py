@@ -9,21 +9,18 @@ of a node are found by the ids of their first block, and the rest of a run is co
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from itertools import islice
 
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS, EvictionRecord
 from radix_cache.facts import Evicted, Fact, Published
-from radix_cache.nodes import APART, NOT_QUEUED, PUBLIC, Node, Retention
+from radix_cache.nodes import APART, NOT_QUEUED, PUBLIC, Node
 from radix_cache.retention import RetentionLedger, account_of
 from radix_cache.snapshots import SnapshotTable, split_snapshots
 from radix_cache.victims import Victims
 
 _DROPPED_AT_ONCE = 128  # blocks, about half a millisecond's work
 _NEWEST_CHILDREN = 32  # of a node, among which `continuation` looks
-# Stamps are known by time at intervals of one second, of the last hour or two.
-_SECONDS_BETWEEN_TIMES, _MOST_TIMES = 1.0, 7200
 
 
 class RadixTree:
@@ -55,8 +52,6 @@ class RadixTree:
         self.block_size = block_size
         self._block_bytes = 4 * block_size
         self._clock = 0
-        # (time, the last stamp at that time)
-        self._times = [(0.0, 0)]
         self._serial = 0
         self.facts = facts
         self.victims = Victims()
@@ -215,45 +210,7 @@ class RadixTree:
         self._clock += 1
         node.last_used = self._clock
         node.used_at = self.now
-        if self.now - self._times[-1][0] >= _SECONDS_BETWEEN_TIMES:
-            self._times.append((self.now, self._clock))
-            if len(self._times) > _MOST_TIMES:
-                del self._times[: _MOST_TIMES // 2]
         self._drop_reference(node)
-
-    def place(self, node: Node, seconds: float) -> None:
-        """Let the prefix that ends with `node`, and one run behind it, go like prefixes last used `seconds` ago.
-
-        Runs that something else continues keep their place. The prefix's next release makes it the newest again.
-        """
-        stamp = self._clock_at(self.now - seconds)
-        below = next(iter(node.children.values())) if len(node.children) == 1 else None
-        if below is not None and not below.children:
-            self._stamp(below, stamp)
-        current: Node | None = node
-        while current is not None and current.parent is not None and current.namespace == node.namespace:
-            if current.refs or len(current.children) > 1:
-                return
-            self._stamp(current, stamp)
-            current = current.parent
-
-    def seconds_since(self, stamp: int) -> float:
-        """Return about how long ago prefixes were given a stamp."""
-        index = bisect_right(self._times, stamp, key=lambda entry: entry[1]) - 1
-        return self.now - self._times[max(0, index)][0]
-
-    def _stamp(self, node: Node, stamp: int) -> None:
-        node.last_used = stamp
-        self._requeue(node)
-
-    def _clock_at(self, time: float) -> int:
-        """Return the stamp of the prefixes that were last used at about a time."""
-        index = bisect_right(self._times, time, key=lambda entry: entry[0]) - 1
-        return self._times[index][1] if index >= 0 else 0
-
-    def end_retention(self, retention: Retention) -> None:
-        """End a retention before its time."""
-        self._requeue(self.ledger.drop(retention))
 
     def num_to_spare(self, account: str, most: int) -> int:
         """Count, up to `most`, the evictable blocks that an account would take from accounts that hold less than it."""
@@ -310,22 +267,23 @@ class RadixTree:
             node = node.parent
         return node if depth == wanted else self._split(node, len(node.blocks) - (depth - wanted))
 
-    def retain(self, node: Node, ttl: float, limit: int) -> None:
+    def retain(self, node: Node, ttl: float, limit: int, *, yields: bool = False) -> None:
         """Retain the prefix that ends with `node` for `ttl` from now on, within `limit` blocks of its account.
 
-        The account's retentions that were refreshed longest ago give way. If its pins leave too little room, only the
-        head of the prefix is retained.
+        The account's retentions that were refreshed longest ago give way, those that yield first. A retention that
+        `yields` makes no others give way. If what stays leaves too little room, only the head of the prefix is
+        retained.
         """
         if node.parent is None or limit <= 0:
             return
         ledger, account = self.ledger, account_of(node.namespace)
-        ledger.place(node, ttl, self.now)
+        ledger.place(node, ttl, self.now, yields=yields)
         self._requeue(node)
-        self.make_room(node, limit)
+        self.make_room(node, limit, yielding=yields)
         excess = ledger.account(account).num_blocks - limit
-        if excess <= 0 or node.retention is None or node.retention.is_pinned:
+        if excess <= 0 or node.retention is None or node.retention.is_pinned or yields != ledger.yields(node):
             return
-        # All that is left are pins and this retention: its tail is what the pins do not cover.
+        # All that is left stays, but for this retention: its tail is what the others do not cover.
         self._requeue(ledger.drop(node.retention))
         num_own = 0
         current: Node | None = node
@@ -336,16 +294,19 @@ class RadixTree:
             current = current.parent
         if num_own > excess:
             head = self.node_at(node, depth, depth - excess)
-            ledger.place(head, ttl, self.now)
+            ledger.place(head, ttl, self.now, yields=yields)
             self._requeue(head)
 
-    def make_room(self, node: Node, limit: int) -> None:
+    def make_room(self, node: Node, limit: int, *, yielding: bool = False) -> None:
         """End retentions of the account of `node`, except at `node`, while they cover more than `limit` blocks.
 
-        Retentions that were refreshed longest ago end first, pins never.
+        yielding: end only retentions that yield. For the order see `RetentionLedger.oldest`.
         """
         ledger, account = self.ledger, account_of(node.namespace)
-        while ledger.account(account).num_blocks > limit and (oldest := ledger.oldest(account, node)) is not None:
+        while ledger.account(account).num_blocks > limit:
+            oldest = ledger.oldest(account, node, yielding=yielding)
+            if oldest is None:
+                return
             self._requeue(ledger.drop(oldest))
 
     def prefix(self, node: Node) -> bytes:

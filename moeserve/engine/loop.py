@@ -22,7 +22,7 @@ from moeserve.scheduling.lower_tier import CopyJob, CopyResult, Hosted
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Steps
-from moeserve.scheduling.tool_waits import ToolWaitCounters, ToolWaits
+from moeserve.scheduling.tool_waits import ToolWaits
 from moeserve.wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -110,8 +110,8 @@ class Engine:
         block_bytes = ready.kv_bytes // ready.num_blocks
         hosted = None if copier is None else copier.hosted
         self._commands = Commands(caches, experts, self._send, scheduler.lower, block_bytes, scheduler.transfer, hosted)
-        self._tool_waits = ToolWaits(caches, scheduler.waiting)
-        self._stats = EngineStats(scheduler, caches, self._tool_waits.counters)
+        self._tool_waits = ToolWaits(caches)
+        self._stats = EngineStats(scheduler, caches)
         self._progress = 0
         self._step_progress = step_progress
         self._copier = copier
@@ -132,7 +132,6 @@ class Engine:
             self._commands.advance()
             started = time.monotonic()
             self._scheduler.set_time(started)
-            self._tool_waits.advance(started)
             self._drop_late()
             if self._exchange is not None:
                 self._exchange.turn(self._scheduler)
@@ -220,7 +219,7 @@ class Engine:
             case Finish():
                 self._end(self._scheduler.finish(message.request_id, message.keep_tokens))
             case Turned():
-                self._tool_waits.begin(message.request_id, message.tools, time.monotonic())
+                self._tool_waits.retain(message.request_id)
             case Hello():
                 self._send(sender, self._answer_hello(sender, message))
             case Control():
@@ -253,7 +252,6 @@ class Engine:
             self._reject(sender, Rejected(request_id, "invalid", str(error)))
         else:
             self._asked_by[request_id] = sender
-            self._tool_waits.record_return(request, time.monotonic())
             self._stats.count_arrival(request, time.monotonic())
             self._send(sender, Admitted(request_id))
 
@@ -280,7 +278,7 @@ class Engine:
             resumes=message.resumes,
             suspect_until=self._suspects.until(message.request_id),
             budget=message.thought,
-            session=message.session,
+            has_tools=message.has_tools,
             earlier_output=output,
             least_cached=0.0 if output else message.cache_hit_threshold,
             offers_kv=message.offers_kv,
@@ -317,8 +315,8 @@ class Engine:
             if output.finish_reason is not None:
                 del self._asked_by[request_id]
                 self._stats.count_end(output.request)
-                is_whole = output.finish_reason is FinishReason.STOP
-                self._tool_waits.record_end(output.request, time.monotonic(), is_whole=is_whole)
+                if output.finish_reason is FinishReason.STOP:
+                    self._tool_waits.record_end(output.request)
         for receiver, messages in of_frontend.items():
             self._send(receiver, Outputs(messages))
 
@@ -339,7 +337,6 @@ class Engine:
             del self._asked_by[request_id]
             if (ended := self._scheduler.abort(request_id)) is not None:
                 self._stats.count_end(ended.request)
-                self._tool_waits.record_end(ended.request, time.monotonic(), is_whole=False)
 
 
 def _to_message(output: RequestOutput, tier: Tier | None) -> Output:
@@ -377,9 +374,8 @@ def _checked(wish: CacheWish | None) -> CacheWish | None:
 class EngineStats:
     """Counters of the engine's loop, for metrics. Times are `time.monotonic` seconds."""
 
-    def __init__(self, scheduler: Scheduler, caches: Sequence[PrefixCache], tool_waits: ToolWaitCounters) -> None:
+    def __init__(self, scheduler: Scheduler, caches: Sequence[PrefixCache]) -> None:
         self._scheduler = scheduler
-        self._tool_waits = tool_waits
         self._caches = caches
         self._rejections: dict[str, int] = {}
         self._step_seconds = 0.0
@@ -427,21 +423,9 @@ class EngineStats:
             rejections=dict(self._rejections),
             step_seconds=self._step_seconds,
             queue_seconds=queue_seconds,
-            features=features | _draft_samples(self._scheduler.draft_counters) | _wait_samples(self._tool_waits),
+            features=features | _draft_samples(self._scheduler.draft_counters),
             load=self._scheduler.load(),
         )
-
-
-def _wait_samples(counters: ToolWaitCounters) -> FeatureSamples:
-    return {
-        "moeserve_tool_waits": [
-            ["begun", counters.num_waits],
-            ["kept", counters.num_kept],
-            ["read_back", counters.num_read],
-            ["returned", counters.num_returned],
-            ["returned_in_time", counters.num_in_time],
-        ]
-    }
 
 
 def _draft_samples(counters: DraftCounters | None) -> FeatureSamples:

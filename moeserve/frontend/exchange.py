@@ -66,14 +66,13 @@ def build_generates(
     terms: Terms = DEFAULT_TERMS,
     arrived_at: float | None = None,
     thoughts: Sequence[ThoughtBudget | None] | None = None,
-    session: str = "",
 ) -> list[Generate]:
     """Return one message per choice, in their order, or per prompt for a beam search.
 
     Raise ApiError if a prompt does not fit.
 
-    A larger `max_tokens` than the context or the service allows is cut to that. thoughts: of each prompt. arrived_at,
-    session: see `Generate`.
+    A larger `max_tokens` than the context or the service allows is cut to that. thoughts: of each prompt. arrived_at:
+    see `Generate`.
     """
     request, wishes = prepared.request, prepared.wishes
     predicted = pack_token_ids(prepared.prediction)
@@ -97,7 +96,7 @@ def build_generates(
                     arrived_at,
                     thought=None if thoughts is None else thoughts[number],
                     cache_hit_threshold=request.cache_hit_threshold,
-                    session=session if request.tools else None,
+                    has_tools=bool(request.tools),
                     offers_kv=request.offers_kv and not generates,  # choices share their prompt, and one ticket
                     ticket=request.ticket,
                     beams=request.beams,
@@ -182,7 +181,7 @@ def tell_engine(answer: Answer, group: RequestGroup) -> None:
     while answer.finishes:
         group.finish(*answer.finishes.pop())
     while answer.turns:
-        group.turn(*answer.turns.pop())
+        group.turn(answer.turns.pop())
 
 
 class Progress:

@@ -315,10 +315,6 @@ _COUNTERS: Mapping[str, tuple[str, ...]] = {
         "kind",
     ),
     "moeserve_kv_disk_slower": ("Prefixes on disk that were computed because that was sooner",),
-    "moeserve_tool_waits": (
-        "Conversations whose tools run: begun; with KV retained, read back; returned, with KV in memory",
-        "event",
-    ),
     "moeserve_kv_overflow": (
         "Preempted requests by the planned way of their KV: keep it in memory, swap it to the tier below, recompute it",
         "fate",

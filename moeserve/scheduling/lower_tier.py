@@ -9,7 +9,6 @@ measured elsewhere and reported here: plans depend on when copies end, as they d
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,11 +195,6 @@ class LowerTier:
         )
 
     @property
-    def is_reading(self) -> bool:
-        """True while blocks are read that requests may wait for."""
-        return any(not job.is_cancelled for job in self._readings)
-
-    @property
     def waiting(self) -> Collection[Request]:
         return self._of_request.keys()
 
@@ -278,34 +272,6 @@ class LowerTier:
             reading = self._begin(fill, request.rank, now, is_gentle=num_running > 0)
         reading.waiting.append(request)
         self._of_request[request] = reading
-        return True
-
-    def recovery_s(self, tokens: array[int], namespace: str, compute_s: float) -> float:
-        """Return the seconds that it takes to have the KV of tokens again, which can be computed in `compute_s`."""
-        tree, names = self._trees[0], list[bytes]()
-        # Blocks that move are stored by then.
-        num_blocks = len(tokens) // self._block_size if tree.moves else tree.num_stored(tokens, namespace, names, 0)
-        is_stored = num_blocks > 0 and (num_blocks + 1) * self._block_size >= len(tokens)
-        read_s = self._read_s.get(True)
-        return min(compute_s, num_blocks * read_s) if is_stored and read_s is not None else compute_s
-
-    def read_back(self, tokens: array[int], namespace: str, rank: int, now: float, num_spoken_for: int) -> bool:
-        """Begin to read the blocks of a prefix that are stored and not in a rank's memory, for no request yet.
-
-        Return False if there is nothing, or too little memory beside `num_spoken_for` blocks, or while others are read.
-        """
-        if self.is_reading:
-            return False
-        names: list[bytes] = []
-        cache = self._caches[rank]
-        first = cache.peek(tokens, namespace) // cache.block_size
-        stop = self._trees[rank].num_stored(tokens, namespace, names, first)
-        if stop == first or (rank, names[first]) in self._coming:
-            return False
-        fill = begin_restore(cache, tokens, namespace, names, num_spoken_for)
-        if fill is None:
-            return False
-        self._begin(fill, rank, now, is_gentle=True)
         return True
 
     def leave(self, request: Request) -> bool:

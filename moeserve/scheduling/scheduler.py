@@ -437,8 +437,6 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
-        if self.lower is not None and self.lower.is_reading:
-            return  # into leased blocks, for nobody yet
         num_held = 0 if self.transfer is None else self.transfer.offers.num_held
         for memory in self._memories:
             memory.check_idle(num_held)

@@ -6,7 +6,6 @@ fetched from another service. It then takes its place in the queue by its arriva
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, islice
 
@@ -146,22 +145,6 @@ class WaitingRoom:
     def has_fetches(self) -> bool:
         """True while a request waits until its blocks have been fetched from another service."""
         return self._transfer is not None and len(self._transfer.fetches.waiting) > 0
-
-    def recovery_s(self, tokens: array[int], namespace: str) -> float:
-        """Return the seconds that it takes to have the KV of tokens again once it has left memory."""
-        compute_s = self._pace.compute_s(0, len(tokens))
-        return compute_s if self._lower is None else self._lower.recovery_s(tokens, namespace, compute_s)
-
-    def read_back(self, tokens: array[int], namespace: str, rank: int) -> bool:
-        """Begin to read stored KV into a rank's memory that running requests do not need.
-
-        Return False if no block is read.
-        """
-        if self._lower is None:
-            return False
-        running = [request for request in self._running if request.rank == rank]
-        num_spoken_for = sum(map(self._memories[rank].num_missing_blocks, running)) + len(running)
-        return self._lower.read_back(tokens, namespace, rank, self._pace.now, num_spoken_for)
 
     def take_cold(self) -> Iterator[Request]:
         """Return the requests that are computed only if enough of their prompts is cached, and have not as much cached.

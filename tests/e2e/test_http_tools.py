@@ -107,24 +107,20 @@ def test_forced_calls_and_strict_tools_reach_the_engine_with_a_grammar(server: F
     assert "clock" in named
 
 
-def test_the_engine_is_told_of_the_tools_that_an_answer_calls_and_of_the_session(
-    server: Frontend, client: OpenAI
-) -> None:
+def test_the_engine_is_told_which_answers_may_call_tools_and_which_do(server: Frontend, client: OpenAI) -> None:
     server.engine.script = say(CALLS)
-    chat(client, tools=TOOLS, extra_headers={"X-Session-ID": "s1"})
-    list(chat(client, tools=TOOLS, stream=True, extra_headers={"X-Session-ID": "s1"}))
+    chat(client, tools=TOOLS)
+    list(chat(client, tools=TOOLS, stream=True))
     server.engine.script = say("no call")
-    chat(client, tools=TOOLS, prompt_cache_key="s1")
     chat(client, tools=TOOLS)
     chat(client)
-    sessions = [generate.session for generate in server.engine.of(Generate)]
-    assert sessions[0] == sessions[1] == sessions[2] != ""
-    assert sessions[3:] == ["", None]
-    calling = {generate.request_id for generate in server.engine.of(Generate)[:2]}
+    generates = server.engine.of(Generate)
+    assert [generate.has_tools for generate in generates] == [True, True, True, False]
+    calling = [generate.request_id for generate in generates[:2]]
+    wait_until(lambda: set(calling) <= {turn.request_id for turn in server.engine.of(Turned)})
     # Messages about other tests' answers may still arrive.
-    wait_until(lambda: calling <= {turn.request_id for turn in server.engine.of(Turned)})
-    turns = [turn for turn in server.engine.of(Turned) if turn.request_id in calling]
-    assert [turn.tools for turn in turns] == [["weather", "clock"]] * 2
+    asked = {generate.request_id for generate in generates}
+    assert [turn.request_id for turn in server.engine.of(Turned) if turn.request_id in asked] == calling
 
 
 def test_older_functions_are_called_the_older_way(server: Frontend, client: OpenAI) -> None:

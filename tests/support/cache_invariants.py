@@ -150,6 +150,10 @@ def _check_ledger(tree: RadixTree, nodes: list[Node]) -> None:
             retentions[node.retention.number] = account_of(node.namespace)
     accounts = ledger.accounts()
     known = {number: name for name, account in accounts.items() for number in account.retentions}
+    for own in accounts.values():
+        require(own.yielding.items() <= own.retentions.items(), "an ended retention yields")
+        order = [one.refreshed for one in own.yielding.values()]
+        require(order == sorted(order), "retentions that yield are out of order")
     pins = sum(one.is_pinned for account in accounts.values() for one in account.retentions.values())
     require(known == retentions, "the accounts' retentions differ from the nodes'")
     require({name: account.num_blocks for name, account in accounts.items()} == retained, "retained blocks are wrong")

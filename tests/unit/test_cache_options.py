@@ -56,8 +56,8 @@ def wishes(
 def test_the_longest_time_that_a_client_asks_for_counts(
     key: str | None, retention: str | None, options: dict[str, Any] | None, seconds: int | None
 ) -> None:
-    assert wishes(key, retention, options) == CacheOptions(seconds=seconds, key=key)
-    assert wishes(key, retention, options, True) == CacheOptions(seconds=seconds, report=True, key=key)
+    assert wishes(key, retention, options) == CacheOptions(seconds=seconds)
+    assert wishes(key, retention, options, True) == CacheOptions(seconds=seconds, report=True)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ from moeserve.wire import (
     Rejected,
     Stats,
     Suspicion,
+    Turned,
     decode,
     encode,
     pack_token_ids,
@@ -274,6 +275,16 @@ def test_finish_keeps_what_the_frontend_counts(served: Served) -> None:
     last = served.client.outputs_of("r")[-1]
     assert last.finish_reason == FinishReason.STOP
     assert last.num_output_tokens == 1
+
+
+def test_a_turn_is_retained_once_its_frontend_tells_that_it_calls_tools(served: Served) -> None:
+    for name, has_tools in (("plain", False), ("turn", True)):
+        ask = generate(name, list(range(1, 14)), stop_token_ids=(16,))
+        served.client.send(msgspec.structs.replace(ask, has_tools=has_tools))
+        assert served.client.outputs_of(name)[-1].finish_reason == FinishReason.STOP
+        assert served.cache.retentions.num_blocks == 0
+        served.client.send(Turned(name))
+    wait_until(lambda: served.cache.retentions.num_blocks == 3)
 
 
 def test_a_failing_request_fails_alone(served: Served) -> None:

@@ -44,12 +44,13 @@ class Entry:
 
 @dataclass(slots=True)
 class Mark:
-    """A retention. `order`: marks that were refreshed longer ago have lower ones."""
+    """A retention. `order`: marks that were refreshed longer ago have lower ones. `yields`: to all that do not."""
 
     order: int
     until: float = 0.0
     ttl: float = 0.0
     is_pinned: bool = False
+    yields: bool = False
 
 
 class World:
@@ -170,6 +171,7 @@ class World:
         if mark is not None and above[1]:
             other = self.marks.setdefault(above, mark)
             other.is_pinned |= mark.is_pinned
+            other.yields &= mark.yields
             other.order = max(other.order, mark.order)
             other.until, other.ttl = max((other.until, other.ttl), (mark.until, mark.ttl))
 
@@ -186,43 +188,47 @@ class World:
         ]
         return set().union(*map(self.prefixes, marked))
 
-    def mark(self, key: Key, ttl: float, pin: bool = False) -> Mark:
+    def mark(self, key: Key, ttl: float, pin: bool = False, yields: bool = False) -> Mark:
         self.num_marks_made += 1
-        mark = self.marks.setdefault(key, Mark(0))
+        mark = self.marks.setdefault(key, Mark(0, yields=yields))
+        mark.yields &= yields
         mark.order = self.num_marks_made
         mark.is_pinned |= pin
         if ttl and self.now + ttl >= mark.until:
             mark.until, mark.ttl = self.now + ttl, ttl
         return mark
 
-    def make_room(self, account: str, spared: Key, limit: int) -> None:
+    def make_room(self, account: str, spared: Key, limit: int, yielding: bool = False) -> None:
         while len(self.retained(account)) > limit:
             others = [
                 key
                 for key, mark in self.marks.items()
-                if account_of(key[0]) == account and key != spared and not mark.is_pinned
+                if account_of(key[0]) == account
+                and key != spared
+                and not mark.is_pinned
+                and (mark.yields or not yielding)
             ]
             if not others:
                 return
-            del self.marks[min(others, key=lambda key: self.marks[key].order)]
+            del self.marks[min(others, key=lambda key: (not self.marks[key].yields, self.marks[key].order))]
 
-    def retain(self, which: int, num_tokens: int, ttl: int, share: float | None) -> None:
+    def retain(self, which: int, num_tokens: int, ttl: int, share: float | None, yields: bool) -> None:
         one = self.pick(which)
         if one is None:
             return
-        self.cache.retain(one.lease, num_tokens, ttl, share)
+        self.cache.retain(one.lease, num_tokens, ttl, share, yields=yields)
         limit = int((SHARE if share is None else share) * self.cache.num_blocks)
         blocks = min(num_tokens, one.lease.num_published_tokens) // self.size
         if not blocks or not ttl or not limit:
             return
         key, account = self.key(one.namespace, one.tokens, blocks), account_of(one.namespace)
-        mark = self.mark(key, ttl)
-        self.make_room(account, key, limit)
+        mark = self.mark(key, ttl, yields=yields)
+        self.make_room(account, key, limit, yields)
         excess = len(self.retained(account)) - limit
-        if excess > 0 and not mark.is_pinned:
+        if excess > 0 and not mark.is_pinned and mark.yields == yields:
             del self.marks[key]
             if len(self.prefixes(key) - self.retained(account)) > excess:
-                self.mark(self.key(one.namespace, one.tokens, blocks - excess), ttl)
+                self.mark(self.key(one.namespace, one.tokens, blocks - excess), ttl, yields=yields)
 
     def hit(self, which: int) -> None:
         if one := self.pick(which):
@@ -506,9 +512,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.world.reset()
 
-    @rule(which=which, num_tokens=st.integers(0, 12), ttl=st.integers(0, 9), share=shares)
-    def retain(self, which: int, num_tokens: int, ttl: int, share: float | None) -> None:
-        self.world.retain(which, num_tokens, ttl, share)
+    @rule(which=which, num_tokens=st.integers(0, 12), ttl=st.integers(0, 9), share=shares, yields=st.booleans())
+    def retain(self, which: int, num_tokens: int, ttl: int, share: float | None, yields: bool) -> None:
+        self.world.retain(which, num_tokens, ttl, share, yields)
 
     @rule(which=which)
     def hit(self, which: int) -> None:
@@ -588,7 +594,8 @@ def drive(seed: int, steps: int, check_every: int, caching: bool = True, retaini
         elif kind < 0.90:
             world.release(which, draw.choice((None, None, draw.randint(0, 30))))
         elif retaining and kind < 0.95:
-            world.retain(which, draw.randint(0, 40), draw.randint(1, 50), draw.choice((None, 0.1, 0.3)))
+            share, yields = draw.choice((None, 0.1, 0.3)), draw.random() < 0.3
+            world.retain(which, draw.randint(0, 40), draw.randint(1, 50), share, yields)
             world.hit(draw.randrange(64))
             world.set_time(draw.randint(0, 3))
         elif retaining and kind < 0.96 and world.running:

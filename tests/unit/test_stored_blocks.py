@@ -15,7 +15,7 @@ from moeserve.scheduling.lower_tier import num_kept_free
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.waiting_room import FORESEEN
-from radix_cache import Kind, PrefixCache, Retention, StoredBlock, StoredBlocks, Tier
+from radix_cache import Kind, PrefixCache, StoredBlock, StoredBlocks, Tier
 from radix_cache.block_copies import border_name
 from tests.support.cache_invariants import check_invariants
 from tests.support.examples import examples
@@ -494,7 +494,9 @@ def test_a_device_keeps_a_few_blocks_free_and_what_clients_retain() -> None:
     prompt = array("i", range(22))
     ask(life, "a", prompt.tolist(), max_tokens=1)
     life.settle()
-    life.cache.expect_back(prompt, "", 1.0, 50.0)
+    lease = life.cache.match(prompt)
+    life.cache.retain(lease, 20, 50.0)
+    life.cache.release(lease)
     fill(life, 10, 20, 28)
     for _ in range(3):
         life.step()
@@ -586,15 +588,13 @@ class History:
 
     def talk(self, life: Life) -> None:
         choices, now = self.choices, 0.0
-        kept: list[tuple[Retention, float]] = []
         for number, (kind, length, own, namespace) in enumerate(self.talks):
             prompt = [*SHARED[:length], *(kind for _ in range(own)), 1]
             ask(life, str(number), prompt, max_tokens=1 + choices.randrange(12), namespace=namespace)
             for _ in range(choices.randrange(6)):
                 life.step()
                 check_invariants(life.cache)
-            tokens = array("i", prompt)
-            match choices.randrange(16):
+            match choices.randrange(12):
                 case 0:
                     life.abort(str(choices.randrange(number + 1)))
                 case 1:
@@ -603,21 +603,13 @@ class History:
                     life.cache.reset()
                 case 3 if self.disk.files:
                     del self.disk.files[choices.choice(sorted(self.disk.files))]
-                case 4 | 5:
-                    life.scheduler.waiting.read_back(tokens, namespace, choices.randrange(len(life.caches)))
-                case 6 | 7:
-                    ttl = choices.choice([0.0, 1.0, 50.0])
-                    retention = life.cache.expect_back(tokens, namespace, choices.choice([0.0, 2.0, 100.0]), ttl)
-                    if retention is not None:
-                        kept.append((retention, ttl))
-                case 8 if kept:
-                    life.cache.retentions.end(*kept.pop(choices.randrange(len(kept))))
-                case 9:
+                case 4 | 5 | 6:
+                    lease = life.cache.match(array("i", prompt), namespace)
+                    life.cache.retain(lease, len(prompt), choices.choice([1.0, 50.0]), yields=choices.random() < 0.5)
+                    life.cache.release(lease)
+                case 7:
                     now += choices.choice([0.5, 3.0, 90.0])
                     life.scheduler.set_time(now)
-                case 10:
-                    for cache in life.caches:
-                        cache.place(tokens, namespace, choices.choice([0.0, 2.0, 100.0]))
             check_invariants(life.cache)
 
 

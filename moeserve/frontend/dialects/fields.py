@@ -273,7 +273,7 @@ def read_cache(body: SamplingBody) -> CacheOptions:
     if options is not None:
         implicit, longer = _read_options(options)
         seconds.append(longer)
-    return CacheOptions(max(seconds, default=None) if implicit else None, report=bool(body.cache_report), key=key)
+    return CacheOptions(max(seconds, default=None) if implicit else None, report=bool(body.cache_report))
 
 
 def read_breakpoint(mark: CacheBreakpoint, options: dict[str, Any] | None, where: str) -> int:

@@ -138,14 +138,12 @@ class CacheOptions:
     """The wishes of a client for the prompt cache.
 
     seconds: how long to retain the whole prompt, None not to. breakpoints: (number of leading messages, seconds) of
-    prefixes to retain; 0 messages are the tools alone. report: say where and why the match of the prompt ended. key:
-    the client's name for prompts that belong together.
+    prefixes to retain; 0 messages are the tools alone. report: say where and why the match of the prompt ended.
     """
 
     seconds: float | None = None
     breakpoints: tuple[tuple[int, float], ...] = ()
     report: bool = False
-    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

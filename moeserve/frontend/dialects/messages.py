@@ -254,7 +254,7 @@ def _cache(asked: MessagesBody, breakpoints: Breakpoints) -> CacheOptions:
     options = read_cache(asked)
     whole = [options.seconds, asked.cache_control.seconds if asked.cache_control else None]
     seconds = max((value for value in whole if value is not None), default=None)
-    return CacheOptions(seconds, tuple(breakpoints), options.report, options.key)
+    return CacheOptions(seconds, tuple(breakpoints), options.report)
 
 
 def _system_text(system: str | list[Block] | None) -> str:

@@ -84,7 +84,6 @@ class Jobs:
         *,
         answer_id: str,
         seed: int,
-        session: str = "",
         needs: str | None = None,
         name: Name | None = None,
     ) -> StoredJob:
@@ -93,9 +92,7 @@ class Jobs:
         needs: an earlier response. Raise ApiError: 422 for a key of another request, 429, 503.
         """
         detached = prepared.request.detached
-        record = JobRecord(
-            kind, answer_id, int(time.time()), seed, self.reader, detached, pack_reply(prepared), session
-        )
+        record = JobRecord(kind, answer_id, int(time.time()), seed, self.reader, detached, pack_reply(prepared))
         packed = msgspec.msgpack.encode(record)
         make = partial(jobs.create, job_id=answer_id, record=packed, owner=self._owner.name, needs=needs, name=name)
         try:

@@ -45,7 +45,7 @@ class JobRecord(msgspec.Struct, frozen=True, array_like=True):
     """A generation that another process can begin, go on with, and show.
 
     created: UNIX time. reader: of the service that made it (`RunContext.reader`). is_detached: its client fetches the
-    answer later. prepared: of `pack_reply`. session: see `Generate`.
+    answer later. prepared: of `pack_reply`.
     """
 
     kind: Kind
@@ -55,7 +55,6 @@ class JobRecord(msgspec.Struct, frozen=True, array_like=True):
     reader: str
     is_detached: bool
     prepared: bytes
-    session: str = ""
 
 
 def unpack_record(data: bytes) -> JobRecord:
@@ -377,7 +376,6 @@ class Runner:
             answer_id=f"{record.answer_id}.{job.tries}" if job.tries else record.answer_id,
             seed=record.seed,
             terms=terms,
-            session=record.session,
         )
         with services.admission.hold(request.num_sequences, services.capacity, terms):
             async with submitted(services, generates, facts, past) as group:

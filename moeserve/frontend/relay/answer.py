@@ -58,8 +58,8 @@ _EXPLANATIONS = {
 class Answer:
     """The state of an answer: turns outputs into deltas and counts tokens.
 
-    `finishes` collects (choice, tokens to keep) of choices that met a stop string, `turns` (choice, names of tools) of
-    choices that ended with calls, for the caller to tell the engine.
+    `finishes` collects (choice, tokens to keep) of choices that met a stop string, `turns` choices that ended
+    with calls, for the caller to tell the engine.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Answer:
         """shape: how the model writes reasoning and calls. prompt_texts: of all prompts if the request shows them.
         thoughts: of the model, to be counted. The ids of calls follow from `answer_id`."""
         self.finishes: list[tuple[int, int]] = []
-        self.turns: list[tuple[int, list[str]]] = []
+        self.turns: list[int] = []
         self.num_open = request.num_choices
         self._n, self._best, self._echoes = request.n, request.best, request.echo
         self._searches = request.beams is not None
@@ -169,7 +169,7 @@ class Answer:
             self._usage.ticket = output.ticket or self._usage.ticket
             text.finish(delta, output.finish_reason.value)
             if delta.finish_reason == "tool_calls":
-                self.turns.append((choice, text.called))
+                self.turns.append(choice)
             if shown:
                 delta.prompt = shown.asked_tokens()
         elif text.keep_tokens is not None and not stopped_before:
@@ -269,7 +269,6 @@ class OutputText:
         self.index = index
         self.num_tokens = 0
         self.keep_tokens: int | None = None
-        self.called: list[str] = []  # names of tools
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, shown)
         self._matcher = StopMatcher(stops, includes=include_stop)
         self._parser = parser
@@ -360,7 +359,6 @@ class OutputText:
                     delta.calls[-1].arguments += call.arguments
                 else:
                     delta.calls.append(call)
-                    self.called += [call.name] if call.name else []
         return "".join(pieces)
 
     def _match(self, text: str, may_stop: bool) -> str:

@@ -239,10 +239,10 @@ class RequestGroup:
             self._sequences[index].kept_tokens = keep_tokens
             self._send(Finish(self._ids[index], keep_tokens))
 
-    def turn(self, index: int, tools: list[str]) -> None:
-        """Tell the engine which tools the answer to an ended request calls."""
+    def turn(self, index: int) -> None:
+        """Tell the engine that the answer to an ended request calls tools."""
         if self._is_with_engine:
-            self._send(Turned(self._ids[index], tools))
+            self._send(Turned(self._ids[index]))
 
     def close(self) -> list[str]:
         """Return the requests that the engine has and that still need an abort. Later outputs are dropped."""

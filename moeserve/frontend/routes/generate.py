@@ -142,7 +142,6 @@ class GenerateRoute:
             terms,
             answer_id=answer_id,
             seed=seed,
-            session=_session_of(scope, request),
             needs=needs,
             name=name,
         )
@@ -206,7 +205,6 @@ class GenerateRoute:
             seed=services.draw_seed() if request.seed is None else request.seed,
             terms=terms,
             arrived_at=state["arrival"],
-            session=_session_of(scope, request),
         )
         send = _tell_cut(send, request, generates)
         answer = answer_of(services, prepared, answer_id)
@@ -280,13 +278,6 @@ def leave_refusal(will: Will, scope: Scope, error: ApiError) -> None:
     """Leave an error as the whole answer to a request."""
     if will.connection is not None:
         will.answer(error.status, [_JSON, *error.headers()], scope["state"]["error_body"](error))
-
-
-def _session_of(scope: Scope, request: GenerateRequest) -> str:
-    """Return a name that the turns of a conversation share: a digest of the client's, or nothing."""
-    named = next((value for name, value in scope["headers"] if name == b"x-session-id"), b"")
-    found: bytes = named or (request.cache.key or "").encode()
-    return hashlib.blake2b(found, digest_size=16).hexdigest() if found else ""
 
 
 def _header_list(names: Sequence[str]) -> bytes:
