@@ -15,7 +15,9 @@ from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
 from moeserve.engine.experts.settings import check_experts
 from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
+from moeserve.frontend.keys import load_keys as load_api_keys
 from moeserve.frontend.limits import connections_within
+from moeserve.frontend.routes.cache import load_public_prefixes
 from moeserve.settings.kv_events import parse_kv_events
 
 # A streamed token takes some 50 µs of an HTTP process (docs/benchmarks.md); the engine's threads take the other cores.
@@ -61,8 +63,11 @@ def fewer_connections(config: ServeConfig) -> str | None:
 
 
 def check_all(config: ServeConfig) -> None:
-    """Raise ConfigError or LaunchError for settings and packages that cannot be used."""
+    """Raise ConfigError or LaunchError for settings, files that they name, and packages that cannot be used."""
     check_settings(config)
+    if config.node_rank == 0:
+        load_api_keys(config.api_key, config.api_key_file)
+        load_public_prefixes(config.public_prefixes)
     check_nodes(config)
     check_packages()
 

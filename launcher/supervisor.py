@@ -176,6 +176,7 @@ class Supervisor:
         self._orders: int | None = None
         # Set once, by the first event that ends the service; a failure on the way out overrides a clean 0.
         self._exit_code: int | None = None
+        self._failure_code = 1
         self._vitals = Vitals(self._policies, listeners.beating)
         self._rest, self._idleness = Rest.AWAKE, Idleness(self._frontend_names, context.config.sleep_after)
         self._wakes_since: float | None = None
@@ -421,8 +422,10 @@ class Supervisor:
                 self._tell.loading(status)
             case Ready():
                 self._on_ready(life, status)
-            case Failed(message=message, code=code):
+            case Failed(message=message, code=code, of_settings=of_settings):
                 life.record_end(code)
+                if of_settings and not self._has_served:
+                    self._failure_code = 2
                 # A rank that hangs is ended with the others.
                 life.was_stopped = life.was_stopped or any_is_stopped(life.child.pid)
                 # The first failure is the cause of the next ones.
@@ -628,7 +631,7 @@ class Supervisor:
             return None
 
     def _fail(self, sentence: str) -> None:
-        self._exit_code = 1
+        self._exit_code = self._failure_code
         self._due.clear()
         self._listener.close()
         self._tell.failed(sentence)

@@ -118,7 +118,7 @@ def _served(run: Callable[[], int], report: Report, name: str) -> int:
     try:
         return run()
     except (ModelError, ConfigError, RankError) as error:
-        report(Failed(str(error)))
+        report(Failed(str(error), of_settings=isinstance(error, ConfigError)))
     except Exception as error:
         traceback.print_exc()
         report(Failed(f"{name} failed: {type(error).__name__}: {error}"))

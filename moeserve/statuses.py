@@ -57,10 +57,12 @@ class Failed(msgspec.Struct, tag_field="event", tag="error"):
     """The engine ends; `message` says why, in one sentence.
 
     `code`: the exit code, or the signal below zero, of its process that ended first, where the reporter knows it.
+    `of_settings`: the settings cannot be used, so that another start would fail alike.
     """
 
     message: str
     code: int | None = None
+    of_settings: bool = False
 
 
 class Met(msgspec.Struct, tag_field="event", tag="met"):

@@ -20,7 +20,7 @@ from moeserve.forever import Forever
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.jobs.batches import Batches
 from moeserve.frontend.jobs.jobs import Jobs
-from moeserve.frontend.keys import AuthGate, load_keys
+from moeserve.frontend.keys import AuthGate, load_keys, warn_of_readers
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.pages import PageGate
 from moeserve.frontend.route import RouteTable
@@ -65,6 +65,7 @@ def create_app(services: Services) -> Starlette:
     """
     config = services.run.config
     keys = load_keys(config.api_key, config.api_key_file)
+    warn_of_readers(config.api_key_file)
     public = load_public_prefixes(config.public_prefixes)
     bounds = Bounds(config.response_store_size, config.response_store_days * _DAY_S, keys.stored_share)
     store = Store(services.run.store_file, bounds)

@@ -191,6 +191,12 @@ def _stored_shares(identities: Iterable[Identity]) -> dict[bytes, float]:
     return shares | {digest: left * weight / sum(weights.values()) for digest, weight in weights.items()}
 
 
+def warn_of_readers(api_key_file: str | None) -> None:
+    """Log a warning for a key file that other users of the machine can read."""
+    if api_key_file is not None and Path(api_key_file).stat().st_mode & (S_IRGRP | S_IROTH):
+        log.warning("key_file_is_readable_by_others", file=api_key_file)
+
+
 def load_keys(api_keys: Iterable[str], api_key_file: str | None) -> KeyRing:
     """Return the keys of the settings; `api_keys` have the role `user`. Raise ConfigError."""
     entries = [(USER, key) for key in api_keys]
@@ -198,8 +204,6 @@ def load_keys(api_keys: Iterable[str], api_key_file: str | None) -> KeyRing:
     if api_key_file is not None:
         try:
             lines = Path(api_key_file).read_text("utf-8").splitlines()
-            if Path(api_key_file).stat().st_mode & (S_IRGRP | S_IROTH):
-                log.warning("key_file_is_readable_by_others", file=api_key_file)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the key file {api_key_file}: {type(error).__name__}") from None
         stripped = (line.strip() for line in lines)

@@ -36,6 +36,24 @@ def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield started
 
 
+def test_settings_that_no_process_can_use_end_the_start_with_code_2_and_one_sentence(
+    model: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("user:")
+    for number, (setting, sentence) in enumerate(
+        (
+            (("--api-key-file", str(keys)), "an API key must not be empty"),
+            (("--max-model-len", str(2 * MAX_POSITION)), "exceeds the model's"),
+        )
+    ):
+        with service(model, tmp_path / str(number), *setting, ready=False) as refused:
+            assert refused.end() == 2
+            (line,) = refused.errors.read_text().splitlines()
+            assert line.startswith("Error: ")
+            assert sentence in line
+
+
 def test_sigterm_lets_streams_finish_and_refuses_new_requests(running: Service) -> None:
     # The second one holds the drain open until it is closed.
     events, holding = running.stream(max_tokens=300), running.stream(max_tokens=ENDLESS)

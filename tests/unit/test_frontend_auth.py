@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from moeserve.config import ConfigError
 from moeserve.frontend.errors import ApiError
-from moeserve.frontend.keys import ANYONE, AuthGate, Identity, KeyRing, cache_namespace, load_keys
+from moeserve.frontend.keys import ANYONE, AuthGate, Identity, KeyRing, cache_namespace, load_keys, warn_of_readers
 from moeserve.frontend.route import RouteTable
 from moeserve.frontend.routes.table import ROUTES
 
@@ -104,7 +104,7 @@ def test_a_key_file_that_others_can_read_is_warned_about(tmp_path: Path, mode: i
     path.write_text("user:u\n")
     path.chmod(mode)
     with capture_logs() as logs:
-        load_keys((), str(path))
+        warn_of_readers(str(path))
     assert [entry["event"] for entry in logs] == ["key_file_is_readable_by_others"] * warned
 
 

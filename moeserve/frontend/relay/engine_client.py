@@ -278,7 +278,8 @@ class EngineClient:
             self._link.close()
             self._link = None
         if self.dead_reason is None:
-            log.error("engine_gone", reason=reason)
+            # A start that failed has said why.
+            (log.debug if self.ready is None else log.error)("engine_gone", reason=reason)
             self.dead_reason = reason
             self.lost.set()
             self.fail_all(reason)
