@@ -30,7 +30,7 @@ from moeserve.engine.planner import build_scheduler
 from moeserve.engine.rank import Rank
 from moeserve.frontend.dialects.formats import constraint_of, of_calls
 from moeserve.frontend.dialects.internal import OutputFormat, Tool
-from moeserve.frontend.parsers.families import call_grammar
+from moeserve.frontend.parsers.call_grammars import call_grammar
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ensure_demo
 from moeserve.model.files import is_gguf_folder

@@ -52,9 +52,9 @@ from moeserve.wire import RunContext
 def serve(config_file: Path | None, **flags: Any) -> None:
     """Serve MODEL over HTTP until stopped.
 
-    MODEL is a local directory, a hub id, `demo` or `demo-split`; without it the demo is served. Every option can also
-    be set by the environment variable in brackets, or in a TOML file under its name without the dashes. A flag wins
-    over the environment, that over the file.
+    MODEL is a folder, a GGUF file, a model of the hub (owner/name, or owner/name:Q4_K_M of a repository of GGUF files),
+    `demo` or `demo-split`; without it the demo is served. Every option can also be set by the environment variable in
+    brackets, or in a TOML file under its name without the dashes. A flag wins over the environment, that over the file.
     """
     errors = _error_console()
     with faults_in_words(errors, 1):

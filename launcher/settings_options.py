@@ -37,8 +37,44 @@ _FLAGS_OF_OTHERS = {
 }
 
 
+# The settings in `--help`.
+_USUAL = frozenset(
+    (
+        *(
+            "api_key_file",
+            "device",
+            "expert_memory",
+            "host",
+            "kv_cache_memory",
+            "kv_disk_path",
+            "max_model_len",
+            "port",
+        ),
+        *("quantization", "served_model_name", "sleep_after"),
+    )
+)
+_SHOWS_ALL = "moeserve.shows_all_settings"
+
+
+def _help_all(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        ctx.meta[_SHOWS_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+_HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_help_all,
+    help="Show all settings and exit.",
+)
+
+
 class ServeCommand(click.Command):
-    """A command whose help lists the options under the settings' headings, and which knows flags of other servers."""
+    """A command whose `--help` shows the usual settings and `--help-all` every one; it knows flags of other servers."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
@@ -52,10 +88,18 @@ class ServeCommand(click.Command):
                 raise
             raise click.UsageError(f"No such option: {name}. Here {_FLAGS_OF_OTHERS[name]}.", ctx) from None
 
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), _HELP_ALL]
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
         by_name = {option.name: option for option in options}
         settings = [setting for setting in fields(ServeConfig) if setting.name != _ARGUMENT]
+        if not ctx.meta.get(_SHOWS_ALL):
+            hidden = {setting.name for setting in settings} - _USUAL
+            shown = [option for name, option in by_name.items() if name not in hidden]
+            _write_section("Options", shown, ctx, formatter)
+            return
         for heading, group in groupby(settings, key=lambda setting: str(setting.metadata["group"])):
             _write_section(heading, [by_name.pop(setting.name) for setting in group], ctx, formatter)
         _write_section("Other", list(by_name.values()), ctx, formatter)

@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from math import inf, log2
 
 from radix_cache.block_copies import Kind, border_name
@@ -32,6 +33,7 @@ NAME_BYTES = 16
 _STAMP_SECONDS = 3600.0
 # A clock that is off by more seconds was set; by fewer it was corrected.
 _SET_SECONDS = 60.0
+_NUM_NAMESPACES = 1024  # namespaces whose digests are remembered
 # Rows of the queue are weighed in units of as many bytes.
 _WEIGHED_BYTES = 1024
 
@@ -108,8 +110,9 @@ class StoredBlocks:
         # KV blocks, and bytes of all files.
         self._num_of_folder: Counter[str] = Counter()
         self._bytes_of_folder: Counter[str] = Counter()
-        self._folders: dict[str, str] = {}
-        self._seeds: dict[str, bytes] = {}
+        # Of the namespaces that were used last: clients may make up any number of them.
+        self.folder_of = lru_cache(_NUM_NAMESPACES)(self._folder_of)
+        self._seed_of = lru_cache(_NUM_NAMESPACES)(self._make_seed)
         self._removals: list[str] = []
         # The paths of files that are to be removed, until they are.
         self._going: set[str] = set()
@@ -122,14 +125,6 @@ class StoredBlocks:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def folder_of(self, namespace: str) -> str:
-        """Return the folder of a namespace's blocks. Its name tells neither key nor salt."""
-        folder = self._folders.get(namespace)
-        if folder is None:
-            account, own = self._mac("account", account_of(namespace)), self._mac("namespace", namespace)
-            folder = self._folders[namespace] = f"{self._fingerprint}/{account.hex()}.{own.hex()}"
-        return folder
 
     @property
     def num_own(self) -> int:
@@ -158,10 +153,7 @@ class StoredBlocks:
         """Extend `names`, the names of the first blocks of `tokens`, to `count` names."""
         if len(names) >= count:
             return
-        seed = self._seeds.get(namespace)
-        if seed is None:
-            seed = self._seeds[namespace] = self._mac(f"blocks of {self._fingerprint}", namespace)
-        parent, data = names[-1] if names else seed, tokens[: count * block_size].tobytes()
+        parent, data = names[-1] if names else self._seed_of(namespace), tokens[: count * block_size].tobytes()
         size = 4 * block_size
         for start in range(len(names) * size, count * size, size):
             parent = hashlib.blake2b(data[start : start + size], digest_size=NAME_BYTES, key=parent).digest()
@@ -198,9 +190,7 @@ class StoredBlocks:
         fingerprint, account = block.folder.split("/", 1)
         owner = f"{fingerprint}/{account.split('.', 1)[0]}"
         self._entries[block.name] = _Entry(block, owner, block.used_at)
-        self._num_of_folder[block.folder] += block.is_kv
-        self._bytes_of_folder[block.folder] += block.num_bytes
-        self.num_bytes += block.num_bytes
+        self._count(block, 1)
         self._queue.count(owner, _weight(block))
         self._queue.put(block.name, owner, self._queue.age + 1)
         while self.num_bytes > self._max_bytes and (victim := self._queue.first(owner)) is not None:
@@ -277,7 +267,11 @@ class StoredBlocks:
             weights[entry.account] += _weight(entry.block)
         self._queue.check(dict(weights))
         folders = Counter(entry.block.folder for entry in entries if entry.block.is_kv)
-        require(+self._num_of_folder == folders, "blocks of a folder are miscounted")
+        require(self._num_of_folder == folders, "blocks of a folder are miscounted")
+        sizes: Counter[str] = Counter()
+        for entry in entries:
+            sizes[entry.block.folder] += entry.block.num_bytes
+        require(dict(self._bytes_of_folder) == sizes, "bytes of a folder are miscounted")
 
     def _forget(self, name: bytes) -> StoredBlock | None:
         entry = self._entries.pop(name, None)
@@ -286,10 +280,24 @@ class StoredBlocks:
         block = entry.block
         self._queue.discard(name)
         self._queue.count(entry.account, -_weight(block))
-        self._num_of_folder[block.folder] -= block.is_kv
-        self._bytes_of_folder[block.folder] -= block.num_bytes
-        self.num_bytes -= block.num_bytes
+        self._count(block, -1)
         return block
+
+    def _count(self, block: StoredBlock, number: int) -> None:
+        self.num_bytes += number * block.num_bytes
+        self._num_of_folder[block.folder] += number * block.is_kv
+        self._bytes_of_folder[block.folder] += number * block.num_bytes
+        for counter in (self._num_of_folder, self._bytes_of_folder):
+            if not counter[block.folder]:
+                del counter[block.folder]
+
+    def _folder_of(self, namespace: str) -> str:
+        """Return the folder of a namespace's blocks. Its name tells neither key nor salt."""
+        account, own = self._mac("account", account_of(namespace)), self._mac("namespace", namespace)
+        return f"{self._fingerprint}/{account.hex()}.{own.hex()}"
+
+    def _make_seed(self, namespace: str) -> bytes:
+        return self._mac(f"blocks of {self._fingerprint}", namespace)
 
     def _mac(self, purpose: str, text: str) -> bytes:
         return hmac.digest(self._secret, f"{purpose}\0{text}".encode(), "sha256")[:NAME_BYTES]

@@ -165,9 +165,10 @@ class HostedBlocks:
 
     def _count(self, path: str, number: int, num_bytes: int) -> None:
         folder, _, name = path.rpartition("/")
-        before = self._of_folder.get(folder, (0, 0))
+        before = self._of_folder.pop(folder, (0, 0))
         is_kv = len(name) == 2 * NAME_BYTES
-        self._of_folder[folder] = before[0] + number * is_kv, before[1] + num_bytes
+        if num_bytes := before[1] + num_bytes:
+            self._of_folder[folder] = before[0] + number * is_kv, num_bytes
 
 
 class StagedBlocks:

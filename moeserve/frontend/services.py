@@ -21,7 +21,8 @@ from moeserve.frontend.http import content_coding, receive_body, until_disconnec
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
-from moeserve.frontend.parsers.families import PLAIN, OutputShape, Thoughts, choose_shape, model_type_of
+from moeserve.frontend.parsers.counting import Thoughts
+from moeserve.frontend.parsers.shape import PLAIN, OutputShape, choose_shape, model_type_of
 from moeserve.frontend.prepare.messages import Ask, Kind, NeedsEarlier, Reply, Watch
 from moeserve.frontend.prepare.prepare import Preparer
 from moeserve.frontend.prepare.templates import read_sources

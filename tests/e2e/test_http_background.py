@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import openai
@@ -23,6 +25,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     with frontend(tmp_path_factory.mktemp("frontend"), api_key=("first", "second")) as running:
         running.http.headers["authorization"] = "Bearer first"
         yield running
+
+
+@pytest.fixture
+def store(server: Frontend) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(server.run.store_file)) as db:
+        yield db
 
 
 @pytest.fixture
@@ -126,6 +134,22 @@ def test_a_cancelled_response_ends_once(server: Frontend, client: OpenAI) -> Non
     complete = create(client, background=False)
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(complete.id)
+
+
+def test_a_response_that_has_ended_is_made_from_its_journal_once(
+    server: Frontend, client: OpenAI, store: sqlite3.Connection
+) -> None:
+    server.engine.script = trickle("Hel")
+    made = create(client)
+    wait_until(lambda: client.responses.retrieve(made.id).status == "in_progress")
+    cancelled = client.responses.cancel(made.id)
+    server.engine.script = reject("invalid", "no such thing")
+    failed = ended(client, create(client).id)
+    store.execute("DELETE FROM job_outputs")
+    store.commit()
+    assert [client.responses.retrieve(one.id) for one in (cancelled, failed)] == [cancelled, failed]
+    assert cancelled.output_text == "Hel"
+    assert [item.content[0].text for item in client.responses.input_items.list(made.id).data] == ["hi"]
 
 
 def test_a_request_that_fails_says_so_once(server: Frontend, client: OpenAI) -> None:

@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[2]
 class Frontend:
     """A running frontend. `http` talks to it, `engine` is the other side."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, engine: FakeEngine, log_path: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], port: int, engine: FakeEngine, log_path: Path, run: RunContext
+    ) -> None:
+        self.run = run
         self.process = process
         self.port = port
         self.engine = engine
@@ -80,7 +83,7 @@ def frontend(
         command = [sys.executable, "-m", program, str(context_file), "--fd", str(listener.fileno())]
         with log_path.open("wb") as output:
             process = popen(command, cwd=ROOT, pass_fds=[listener.fileno()], stderr=output)
-        running = Frontend(process, listener.getsockname()[1], fake, log_path)
+        running = Frontend(process, listener.getsockname()[1], fake, log_path, run)
         listener.close()
         try:
             running.wait("/ready" if wait_ready else "/health", 200)

@@ -17,7 +17,7 @@ from moeserve.frontend.dialects.fields import SamplingBody, read_cache
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
-from moeserve.frontend.parsers.families import PLAIN
+from moeserve.frontend.parsers.shape import PLAIN
 from moeserve.frontend.prepare.messages import Ask, Prefix, Prepared, Watch
 from moeserve.frontend.prepare.prepare import READERS, Preparer, make_programs
 from moeserve.frontend.prepare.templates import load_chat_template

@@ -10,20 +10,17 @@ import llguidance
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from moeserve.frontend.dialects.formats import ANSWER
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, OutputFormat, Tool, ToolChoice
 from moeserve.frontend.errors import ApiError
-from moeserve.frontend.parsers.families import (
-    ANSWER,
-    CALLS,
-    GRAMMARS,
-    REASONING,
-    OutputShape,
-    arguments_schema,
-    call_grammar,
-)
+from moeserve.frontend.parsers.call_grammars import GRAMMARS, arguments_schema, call_grammar
+from moeserve.frontend.parsers.families import CALLS, REASONING
 from moeserve.frontend.parsers.feed import CallIds, Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
+from moeserve.frontend.parsers.rules import Rules
+from moeserve.frontend.parsers.shape import OutputShape
 from moeserve.plan import SamplingParams
+from tests.support.parsing import parse as parse_text
 from tests.support.tiny_model import BOS, byte_tokenizer
 
 TOOLS = (
@@ -68,7 +65,7 @@ class Model:
         tokens = llguidance.LLTokenizer(
             self.tokenizer.to_str(), n_vocab=self.tokenizer.get_vocab_size(), eos_token=_EOS
         )
-        self.source = grammar or call_grammar(family, TOOLS, ids=ids, **options)
+        self.source = grammar or call_grammar(family, options.pop("tools", TOOLS), ids=ids, **options)
         self.matcher = llguidance.LLMatcher(tokens, self.source)
         assert not self.matcher.is_error(), self.matcher.get_error()
 
@@ -136,6 +133,53 @@ def test_forced_calls_are_read_back_whole_and_fit_their_schemas(family: str, spe
 def test_forced_calls_leave_no_way_out(family: str, special: bool) -> None:
     for text in ("No.", "", "{}", '{"name": "other", "arguments": {}}'):
         assert not Model(family, special=special, forced=True, parallel=True).allows(text), text
+
+
+PAY = Tool(
+    "pay",
+    parameters={
+        "type": "object",
+        "properties": {
+            "zip": {"$ref": "#/$defs/Zip"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "unit": {"anyOf": [{"enum": ["g", "kg"]}, {"type": "null"}]},
+            "count": {"$ref": "#/$defs/Count"},
+        },
+        "$defs": {"Zip": {"type": "string", "enum": ["10115"]}, "Count": {"type": "integer", "maximum": 9}},
+    },
+    strict=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "result"),
+    [
+        ("zip", "10115", "10115"),
+        ("zip", '"10115"', None),
+        ("note", "so <b>", "so <b>"),
+        ("note", "", ""),
+        ("unit", "kg", "kg"),
+        ("unit", "t", None),
+        ("count", "7", 7),
+        ("count", "10", None),
+    ],
+)
+def test_texts_in_tags_are_held_to_their_schemas_without_quotes(name: str, value: str, result: Any) -> None:
+    said = f"<tool_call>\n<function=pay>\n<parameter={name}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    model = Model("qwen3-coder", special=False, tools=(PAY,), forced=True, parallel=False)
+    assert model.allows(said) is (result is not None)
+    if result is not None:
+        (call,) = parse_text(said, "qwen3-coder", schemas={"pay": PAY.parameters}).calls
+        assert json.loads(call.arguments) == {name: result}
+
+
+def test_an_added_token_inside_a_marker_is_named_by_its_id() -> None:
+    rules = Rules({"|x|": 7, "</": 8, "\n": 9, "<|x|a>": 10})
+    assert rules.text("<|x|b>\n") == '"<" <[7]> "b>\\n"'
+    assert rules.text("<|x|a>") == "<[10]>"
+    assert (rules.text(""), rules.text("b")) == ("", '"b"')
+    assert rules.until("a|x|b") == 'T0 <[7]> "b"'
+    assert rules.source("T0") == "start: T0\nT0: /(?s:.*)a/\n"
 
 
 CALL = '{"name": "send", "arguments": {"to": true}}'

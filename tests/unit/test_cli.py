@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -43,8 +44,16 @@ def test_the_version_is_an_option_too():
     assert (result.exit_code, result.output) == (0, f"moeserve {VERSION}\n")
 
 
-def test_help_lists_settings_under_headings_and_names_their_variables():
+def test_help_shows_the_usual_settings_alone_and_where_the_others_are():
     result = CliRunner().invoke(main, ["serve", "--help"])
+    shown = re.findall(r"^  (?:-h, )?(--[a-z-]+)", result.output, re.MULTILINE)
+    assert {"--kv-cache-memory", "--port", "--help", "--help-all"} < set(shown)
+    assert len(shown) < 20
+    assert "owner/name:Q4_K_M" in result.output
+
+
+def test_all_help_lists_settings_under_headings_and_names_their_variables():
+    result = CliRunner().invoke(main, ["serve", "--help-all"])
     assert result.exit_code == 0
     headings = [line for line in result.output.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == [

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from moeserve.frontend.dialects.formats import Constraint, constraint_of, of_calls
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag, Tool
 from moeserve.frontend.errors import ApiError
-from moeserve.frontend.parsers.families import call_grammar
+from moeserve.frontend.parsers.call_grammars import call_grammar
 from moeserve.frontend.text import byte_alphabet
 from moeserve.grammars.compiler import compile_grammar
 from moeserve.grammars.tokens import load_tokens

@@ -184,6 +184,41 @@ def test_no_unfinished_file_stays_in_any_folder(files: BlockFiles) -> None:
     assert not any(path.exists() for path in left)
 
 
+def test_a_folder_goes_with_its_last_file_and_an_empty_one_at_the_next_start(files: BlockFiles) -> None:
+    copies = [copy_of(1), copy_of(2)]
+    shutil.rmtree(files.root / FOLDER)
+    for copy in copies:
+        files.write(copy, memoryview(bytes(64)))
+    files.remove(copies[0].path)
+    assert read(files, copies[1])
+    files.remove(copies[1].path)
+    assert not (files.root / FOLDER).exists()
+    files.remove(copies[1].path)
+    files.write(copies[0], memoryview(bytes(64)))
+    (files.root / FINGERPRINT / f"{'12' * 16}.{'34' * 16}").mkdir()
+    assert [block.name for block in scan(files.root, time.time())] == [copies[0].name]
+    assert [path.name for path in (files.root / FINGERPRINT).iterdir() if path.is_dir()] == [FOLDER.split("/")[1]]
+
+
+def test_a_block_is_written_though_another_service_removes_its_folder_meanwhile(
+    files: BlockFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other service finds the folder empty just after it was made."""
+    shutil.rmtree(files.root / FOLDER, ignore_errors=True)
+    make, removed = Path.mkdir, list[Path]()
+
+    def make_and_lose(path: Path, *args: Any, **options: Any) -> None:
+        make(path, *args, **options)
+        if path.name == FOLDER.split("/")[1] and not removed:
+            removed.append(path)
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", make_and_lose)
+    files.write(copy_of(1), memoryview(bytes(64)))
+    assert removed
+    assert read(files, copy_of(1))
+
+
 def test_the_secret_stays_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     secret = open_root(tmp_path / "kv")
     assert open_root(tmp_path / "kv") == secret

@@ -12,7 +12,7 @@ from llguidance import LLTokenizer
 from moeserve.frontend.dialects.formats import constraint_of, of_calls
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag, Tool
 from moeserve.frontend.errors import ApiError
-from moeserve.frontend.parsers.families import GRAMMARS, call_grammar
+from moeserve.frontend.parsers.call_grammars import GRAMMARS, call_grammar
 from moeserve.grammars.compiler import compile_grammar, error_in
 from moeserve.grammars.tokens import load_tokens
 from tests.support.tiny_model import EOS, write_model_dir

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from moeserve.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from moeserve.frontend.dialects.internal import ToolCallPart
-from moeserve.frontend.parsers.families import CALLS, REASONING, choose_shape
+from moeserve.frontend.parsers.families import CALLS, REASONING
 from moeserve.frontend.parsers.feed import CallIds, Feed, JsonScan, Markers, Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
+from moeserve.frontend.parsers.shape import choose_shape
 from tests.support.examples import examples
 from tests.support.parsing import SCHEMAS, calls_of, parse, parse_cut, parser
 

@@ -67,6 +67,21 @@ def test_of_too_many_bytes_the_ends_of_prefixes_go_first_and_of_these_the_one_th
     assert blocks.take_chores() is None
 
 
+def test_nothing_is_kept_of_namespaces_without_blocks() -> None:
+    blocks = stored(max_bytes=100 * 10)
+    for number in range(3000):
+        put(blocks, f"key/salt {number}", list(range(4)), float(number))
+        assert not blocks.has_any(f"key/other {number}")
+    blocks.check()
+    assert len(blocks) == 10
+    entries = [kept for name, kept in vars(blocks).items() if isinstance(kept, dict) and name != "_entries"]
+    assert max(map(len, entries)) <= 10
+    blocks.drop(None)
+    blocks.check()
+    assert not any(entries)
+    assert blocks.num_of(None) == (0, 0)
+
+
 def test_the_account_that_has_most_gives_way() -> None:
     blocks = stored(max_bytes=10 * 2048)
     small = put(blocks, "small", list(range(8)), 1.0, num_bytes=2048)

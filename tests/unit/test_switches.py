@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moeserve.frontend.dialects.internal import ModelFacts
-from moeserve.frontend.parsers.families import PLAIN, OutputShape
+from moeserve.frontend.parsers.shape import PLAIN, OutputShape
 from moeserve.frontend.prepare.messages import Ask, Kind, Prepared, Watch
 from moeserve.frontend.prepare.prepare import Preparer, make_programs
 from moeserve.frontend.prepare.templates import load_chat_template

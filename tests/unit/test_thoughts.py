@@ -11,9 +11,11 @@ from tokenizers import AddedToken
 
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ThoughtOptions, Tool
-from moeserve.frontend.parsers.families import CALLS, REASONING, OutputShape, Thoughts
+from moeserve.frontend.parsers.counting import Thoughts
+from moeserve.frontend.parsers.families import CALLS, REASONING
 from moeserve.frontend.parsers.feed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser, Start
+from moeserve.frontend.parsers.shape import OutputShape
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams
 from moeserve.thoughts import BudgetedThought, Thought, ThoughtBudget, ThoughtForm, make_markers

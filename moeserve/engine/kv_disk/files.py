@@ -38,6 +38,8 @@ _SECRET = "secret"
 ABOUT = "about.json"
 # Files of an unfinished write that are older, or newer than now by as much, belong to a process that is gone.
 _UNFINISHED_SECONDS = 60.0
+# Tries to write a file whose folder another service removes, which has found it empty.
+_FOLDER_TRIES = 3
 # Only files are opened: a pipe, which waits for a writer, would block a thread for ever.
 _OPEN_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -170,14 +172,14 @@ class BlockFiles:
         head = self._head(copy, content)
         path, seconds = f"{self._folder}/{copy.path}", used_at(time.time(), copy.depth)
         parts: list[bytes | memoryview] = [head, content, _CHECKSUM.pack(self._crc32(content, zlib.crc32(head)))]
-        try:
-            return replace_file(path, parts, seconds)
-        except FileNotFoundError:
+        for _ in range(_FOLDER_TRIES):
+            with suppress(FileNotFoundError):
+                return replace_file(path, parts, seconds)
             # One by one: `parents` would make folders that others may read. The folder of the cache came with a secret.
             folder = (self.root / copy.path).parent
             folder.parent.mkdir(mode=0o700, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            return replace_file(path, parts, seconds)
+        return replace_file(path, parts, seconds)
 
     def read(self, copy: BlockCopy, content: memoryview) -> int:
         """Fill `content` with a block and return the size of its file. Raise BlockError or OSError.
@@ -209,9 +211,10 @@ class BlockFiles:
         return StoredBlock(block.name, block.folder, found.st_size, min(found.st_mtime, time.time()))
 
     def remove(self, path: str) -> None:
-        """Remove a file, if it is there. `path` is relative. Raise OSError."""
+        """Remove a file, if it is there, and its folder with the last one. `path` is relative. Raise OSError."""
         with suppress(FileNotFoundError):
             os.unlink(self.root / path)
+        _remove_if_empty((self.root / path).parent)
 
     def stamp(self, path: str, seconds: float) -> None:
         """Set the time at which a file was used last, in seconds since the epoch. `path` is relative. Raise OSError."""
@@ -243,6 +246,7 @@ def scan(root: Path, now: float) -> Iterator[StoredBlock]:
                             with if_it_can_be_written():
                                 os.utime(file.path, (now, now), follow_symlinks=False)
                         yield StoredBlock(bytes.fromhex(file.name), folder, found.st_size, min(found.st_mtime, now))
+            _remove_if_empty(namespace)
 
 
 def _whole_files(folder: Path, now: float) -> Iterator[os.DirEntry[str]]:
@@ -266,6 +270,11 @@ def _folders(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
             for entry in entries
             if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         ]
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def why_damaged(root: Path, block: StoredBlock) -> str | None:
@@ -314,10 +323,8 @@ def clear(root: Path) -> int:
             num_removed += block.is_kv
     for fingerprint in _folders(root, _FINGERPRINT):
         for namespace in _folders(fingerprint, _FOLDER):
-            with suppress(OSError):
-                namespace.rmdir()
+            _remove_if_empty(namespace)
         with suppress(OSError):
             os.unlink(fingerprint / ABOUT)
-        with suppress(OSError):
-            fingerprint.rmdir()
+        _remove_if_empty(fingerprint)
     return num_removed

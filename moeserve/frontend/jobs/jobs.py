@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
@@ -62,6 +63,7 @@ class Jobs:
         self._runner = Runner(services, store, self._journal, self._owner, identify)
         self._awaited = asyncio.Event()  # set while a follower may wait for another process's job
         self._watching = Forever("jobs of others", self._watch)
+        self._showing: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.reader = services.run.reader
 
     async def start(self) -> None:
@@ -139,6 +141,21 @@ class Jobs:
         if found is None:
             raise gone()
         return found
+
+    def turn_to_show(self, caller: bytes) -> asyncio.Lock:
+        """Return the lock within which a caller's responses are made from their journals, one after the other."""
+        return self._showing[caller]
+
+    async def snapshot(self, job: StoredJob) -> KeptResponse | None:
+        """Return the response that `keep_snapshot` has kept."""
+        found = await self._store.read(job.caller, partial(jobs.snapshot, job_id=job.job_id))
+        return None if found is None else msgspec.msgpack.decode(found, type=KeptResponse)
+
+    async def keep_snapshot(self, job: StoredJob, response: KeptResponse) -> None:
+        """Keep the response of a job that has ended: nobody replays it again."""
+        keep = partial(jobs.keep_snapshot, job_id=job.job_id, snapshot=msgspec.msgpack.encode(response))
+        with suppress(ApiError):
+            await self._store.write(job.caller, keep)
 
     async def follow(self, job: StoredJob) -> AsyncIterator[list[Entry] | Status | None]:
         """Yield the entries of a job as they come, None when none has come for a while, and its status at the end.
@@ -271,24 +288,37 @@ class JobView:
     async def response(self) -> KeptResponse:
         """Return a response in the background as it stands now."""
         status = await self._jobs.status(self._job)
-        failure = None if status.failure is None else unpack_failure(status.failure)
+        if status.state != "open":
+            async with self._jobs.turn_to_show(self._job.caller):
+                return await self._jobs.snapshot(self._job) or await self._ended(status)
+        return self._snapshot("in_progress" if status.has_begun else "queued")
+
+    def _snapshot(self, state: str, error: ApiError | None = None) -> KeptResponse:
+        """Return the response without an output."""
+        formatter = formatter_of(self._services, self.record, unpack_prepared(self.record.prepared))
+        assert isinstance(formatter, ResponsesFormatter)
+        return formatter.snapshot(state, error)
+
+    async def _ended(self, status: Status) -> KeptResponse:
+        """Make the response of a job that has ended from its journal, and keep it."""
+        error = None if status.failure is None else unpack_failure(status.failure)
         if status.state == "done":
             # The response was not kept: there was no room, or its conversation is gone.
-            return KeptResponse.of(self._job.job_id, await self.body())
-        if status.state == "open" or self.record.reader != self._jobs.reader:
-            formatter = formatter_of(self._services, self.record, unpack_prepared(self.record.prepared))
+            kept = KeptResponse.of(self._job.job_id, await self.body())
+        elif self.record.reader != self._jobs.reader:
+            return self._snapshot(status.state, error)
+        else:
+            replay = self._replay()
+            formatter = replay.formatter()
+            writer = DeltaWriter(formatter)
             assert isinstance(formatter, ResponsesFormatter)
-            shown = ("in_progress" if status.has_begun else "queued") if status.state == "open" else status.state
-            return formatter.snapshot(shown, failure)
-        replay = self._replay()
-        formatter = replay.formatter()
-        writer = DeltaWriter(formatter)
-        assert isinstance(formatter, ResponsesFormatter)
-        async for found in self._jobs.follow(self._job):
-            for entry in found if isinstance(found, list) else ():
-                for delta in replay.take(entry):
-                    writer.events(delta, replay.answer.usage)
-        return formatter.snapshot(status.state, failure)
+            async for found in self._jobs.follow(self._job):
+                for entry in found if isinstance(found, list) else ():
+                    for delta in replay.take(entry):
+                        writer.events(delta, replay.answer.usage)
+            kept = formatter.snapshot(status.state, error)
+        await self._jobs.keep_snapshot(self._job, kept)
+        return kept
 
     def _replay(self) -> Replay:
         if self.record.reader != self._jobs.reader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from moeserve.frontend.parsers.feed import Feed, Markers, Reading, Sink, drop, read_value
@@ -50,19 +51,32 @@ class CallShape(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class JsonLayout:
+    """What templates write around calls: before the first, before each one's arguments (with NAME for the tool's name),
+    between two, and behind the last."""
+
+    before: str
+    after: str = ""
+    between: str = ", "
+    object: str = '{"name": "NAME", "arguments": '
+
+
 class JsonCalls:
     """Objects with name and arguments, one or several, perhaps in a list, between two markers or behind one.
 
-    is_bare: also without a marker.
+    also: other markers that begin calls. is_bare: also without a marker.
     """
 
     ends_reasoning = False
 
-    def __init__(self, *opens: str, close: str = "", is_bare: bool = False) -> None:
-        self.opens = opens
-        self.others = (close,) if close else ()
+    def __init__(self, layout: JsonLayout, *also: str, close: str = "", is_bare: bool = False) -> None:
+        """close: the marker behind calls, if the layout has none."""
+        self.layout = layout
+        self.opens = tuple(filter(None, (layout.before.rstrip("[\n"), *also)))
+        self.others = tuple(filter(None, (close or layout.after.lstrip("]\n"),)))
         self.is_bare = is_bare
-        self._end = Markers(*opens, *self.others)
+        self._end = Markers(*self.opens, *self.others)
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
         told = yield from read_objects(feed, sink, None if marker else schemas)
@@ -217,7 +231,7 @@ class MistralCalls:
     is_bare = False
 
     def __init__(self) -> None:
-        self._objects = JsonCalls("[TOOL_CALLS]")
+        self._objects = JsonCalls(JsonLayout("[TOOL_CALLS]"))
         self._ids = Markers("[ARGS]", "[TOOL_CALLS]")
         self._begin = Markers("[TOOL_CALLS]")
 

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from moeserve.frontend.parsers.calls import JsonCalls, is_name
+from moeserve.frontend.parsers.calls import JsonCalls, JsonLayout, is_name
 from moeserve.frontend.parsers.feed import Feed, Markers, Reading, Say, Sink, drop
 from moeserve.frontend.parsers.values import Properties, Schemas
 
@@ -29,12 +29,14 @@ class Layout:
     """What templates write around names and values. In a model's text the white space between tags is free.
 
     region: around calls, or two empty texts. call: before the name, behind it, and behind the arguments. argument:
-    before the key, behind it, and behind the value.
+    before the key, behind it, and behind the value. between: two calls. is_loose: some models leave out line breaks.
     """
 
     region: tuple[str, str]
     call: tuple[str, str, str]
     argument: tuple[str, str, str]
+    between: str = ""
+    is_loose: bool = False
 
 
 class TaggedCalls:
@@ -58,7 +60,7 @@ class TaggedCalls:
         self._inside = (self._key_open, *ends, *self.opens)
         self._any_inside = Markers(*self._inside)
         self._in_value = Markers(self._value_end, self._key_open, self._call_end)
-        self._json = JsonCalls(self._region_open, close=self._region_end) if self._region_open else None
+        self._json = JsonCalls(JsonLayout(layout.region[0]), close=self._region_end) if self._region_open else None
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
         found, before = marker, ""

@@ -71,6 +71,24 @@ def types_of(schema: Any, root: Any) -> set[str]:
     return types
 
 
+def choices_of(schema: Any, root: Any) -> list[str] | None:
+    """Return the texts that a schema, a part of `root`, allows; None for any text, or where other values are chosen.
+
+    Null is the text `null`.
+    """
+    found: list[Any] = []
+    for part in _parts(schema, root):
+        choices = [part["const"]] if "const" in part else part.get("enum")
+        if isinstance(choices, list):
+            found += choices
+        elif part.get("type") == "null":
+            found.append(None)
+        elif "string" in types_of({"type": part.get("type")}, None):
+            return None
+    is_plain = found and all(choice is None or isinstance(choice, str) for choice in found)
+    return list(dict.fromkeys("null" if choice is None else choice for choice in found)) if is_plain else None
+
+
 def _fits(value: Any, kind: str) -> bool:
     expected = _TYPES.get(kind)
     return expected is not None and isinstance(value, expected) and (kind == "boolean" or not isinstance(value, bool))

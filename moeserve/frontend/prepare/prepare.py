@@ -36,7 +36,7 @@ from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, Genera
 from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.errors import ApiError, check_choices, context_length_exceeded, invalid, longest_output
 from moeserve.frontend.http import inflate
-from moeserve.frontend.parsers.families import OutputShape
+from moeserve.frontend.parsers.shape import OutputShape
 from moeserve.frontend.prepare.messages import (
     Ask,
     Body,

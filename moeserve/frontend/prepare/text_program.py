@@ -29,7 +29,7 @@ import msgspec
 from llguidance import LLTokenizer
 
 from moeserve.frontend.errors import ApiError
-from moeserve.frontend.parsers.families import choose_shape, model_type_of
+from moeserve.frontend.parsers.shape import choose_shape, model_type_of
 from moeserve.frontend.prepare.messages import (
     PAGE_BYTES,
     SIZE_BYTES,

@@ -14,9 +14,10 @@ from starlette.types import Scope
 
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage, by_tier
 from moeserve.frontend.errors import OVERLOADED, ApiError, internal_error, invalid
-from moeserve.frontend.parsers.families import PLAIN, OutputShape, Thoughts
+from moeserve.frontend.parsers.counting import Thoughts
 from moeserve.frontend.parsers.feed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser
+from moeserve.frontend.parsers.shape import PLAIN, OutputShape
 from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, PromptText, StopMatcher, TextTokenizer, prompt_tail
 from moeserve.plan import GRAMMAR_FAILED, FinishReason, TokenLogprobs
 from moeserve.thoughts import Thought

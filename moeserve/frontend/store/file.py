@@ -18,7 +18,7 @@ from pathlib import Path
 
 # Raised with every change of the schema. A file of an earlier version is changed by `_CHANGES` and gets the tables that
 # it lacks; files of later versions are refused.
-VERSION = 5
+VERSION = 6
 _BUSY_S = 10.0  # seconds that a transaction waits for a transaction of another process
 _MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
@@ -73,7 +73,8 @@ CREATE INDEX IF NOT EXISTS items_of_caller ON items(caller, id);
 CREATE INDEX IF NOT EXISTS items_in_order ON items(conversation, number);
 -- Generations that outlive their connection (`jobs.py`). `owner`: the HTTP process that runs it. `tries`: processes
 -- that have taken it over since it last put anything out. `ended_at`: UNIX time. `failure`: of a failed one.
--- `is_kept`: the response of a job that is done was kept.
+-- `is_kept`: the response of a job that is done was kept. `snapshot`: the response of one that has ended and whose
+-- response was not kept, once somebody has asked for it.
 CREATE TABLE IF NOT EXISTS jobs(
   id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
   caller BLOB NOT NULL,
@@ -83,7 +84,8 @@ CREATE TABLE IF NOT EXISTS jobs(
   state TEXT NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'done', 'failed', 'cancelled')),
   ended_at REAL,
   failure BLOB,
-  is_kept INTEGER NOT NULL DEFAULT 0);
+  is_kept INTEGER NOT NULL DEFAULT 0,
+  snapshot BLOB);
 CREATE INDEX IF NOT EXISTS open_jobs ON jobs(owner) WHERE state = 'open';
 CREATE INDEX IF NOT EXISTS open_jobs_by_caller ON jobs(caller) WHERE state = 'open';
 CREATE TABLE IF NOT EXISTS job_outputs(
@@ -139,7 +141,8 @@ UPDATE responses SET output = CAST(json_extract(CAST(head AS TEXT), '$.output') 
 ALTER TABLE items ADD COLUMN caller BLOB NOT NULL DEFAULT x'';
 UPDATE items SET caller = (SELECT caller FROM kept WHERE id = conversation);
 DROP INDEX IF EXISTS items_by_id;
-"""
+""",
+    6: "ALTER TABLE jobs ADD COLUMN snapshot BLOB;\n",
 }
 
 # `struct flock` of 64-bit Linux: type, whence, first byte, number of bytes, process.

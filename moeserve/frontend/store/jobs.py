@@ -8,6 +8,7 @@ process that finds it open decides how.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -128,6 +129,20 @@ def status(shelf: Shelf, job_id: str) -> Status | None:
         return None
     state, ended_at, failure, is_kept, has_begun = row
     return Status(state, ended_at, None if failure is None else bytes(failure), bool(is_kept), bool(has_begun))
+
+
+def snapshot(shelf: Shelf, job_id: str) -> bytes | None:
+    """Return what was kept of a job that has ended by `keep_snapshot`."""
+    row = shelf.db.execute("SELECT snapshot FROM jobs WHERE id = ?", (job_id,)).fetchone()
+    return None if row is None or row[0] is None else bytes(row[0])
+
+
+def keep_snapshot(shelf: Shelf, job_id: str, snapshot: bytes) -> None:
+    """Keep the response of a job that has ended, if there is room."""
+    with suppress(NoRoom), shelf.attempt():
+        query = "UPDATE jobs SET snapshot = ? WHERE id = ? AND state != 'open' AND snapshot IS NULL"
+        if shelf.db.execute(query, (snapshot, job_id)).rowcount:
+            shelf.grow(job_id, len(snapshot))
 
 
 def news(shelf: Shelf, job_id: str, number: int) -> News | None:

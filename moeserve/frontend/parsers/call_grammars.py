@@ -1,0 +1,222 @@
+"""Grammars that hold a model to its family's form of calls: forced ones, strict tools, and "a call or this format".
+
+They write calls by the layouts of `families.py`. A value in tags whose type is text is any text up to its closing tag,
+as the parser reads it; all other values are JSON of their schemas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from moeserve.frontend.dialects.formats import ANSWER, closed, enforceable
+from moeserve.frontend.dialects.internal import Tool
+from moeserve.frontend.parsers.calls import JsonCalls, JsonLayout, MarkedCalls
+from moeserve.frontend.parsers.families import CALLS, DEEPSEEK, KIMI
+from moeserve.frontend.parsers.parser import Start
+from moeserve.frontend.parsers.reasoning import Reasoning
+from moeserve.frontend.parsers.rules import ANY_TEXT, Rules, json_value, literal
+from moeserve.frontend.parsers.tagged import Layout, TaggedCalls
+from moeserve.frontend.parsers.values import choices_of, types_of
+
+_NO_OBJECT = "/([^{](?s:.*))?/"
+_LINE_BREAKS = r"/\n{0,2}/"
+_FENCE = '"\\n```json\\n"'
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, an object. Objects that list their properties have no others."""
+    schema = closed(enforceable(tool.parameters or {}, "tools"))
+    return schema if schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"} else {"type": "object", **schema}
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The expression for calls: behind the marker that opens them, empty where nothing does."""
+
+    opening: str
+    rest: str
+
+
+CallRules = Callable[[Rules, Sequence[Tool], bool], Calls]
+
+
+def call_grammar(
+    family: str,
+    tools: Sequence[Tool],
+    *,
+    forced: bool,
+    parallel: bool,
+    ids: Mapping[str, int],
+    start: Start = "text",
+    reasoning: Reasoning | None = None,
+    has_format: bool = False,
+) -> str:
+    """Return the grammar of an answer: reasoning if the model reasons, then calls of `tools` or, unless `forced`, text.
+
+    family: of `GRAMMARS`, or `harmony`. start: where the prompt leaves off; `text` allows no reasoning. has_format: the
+    text is what the grammar named `ANSWER` says, and any text otherwise. Without tools there are no calls.
+    """
+    rules = Rules(ids)
+    text = f"@{ANSWER}" if has_format else ""
+    if family == "harmony":
+        return _harmony(rules, tools, forced, start, text)
+    calls = GRAMMARS[family](rules, tools, parallel) if tools else None
+    whole = "" if calls is None else f"{rules.text(calls.opening)} {calls.rest}"
+    if forced or not text:
+        body = whole if forced or calls is None else _text_or(rules, calls)
+    else:
+        body = f"{whole} | {text}" if whole else text
+    before = _reasoning(rules, start, reasoning, CALLS[family.removesuffix("-fenced")].opens if tools else ())
+    return rules.source(f"{before} {rules.add(body)}")
+
+
+def _reasoning(rules: Rules, start: Start, reasoning: Reasoning | None, opens: Iterable[str]) -> str:
+    """opens: markers that may begin a call inside reasoning, where no grammar would hold it."""
+    if reasoning is None or start == "text":
+        return ""
+    rest = f"{rules.until(reasoning.end, opens)} {rules.add(_LINE_BREAKS)}"
+    return rest if start == "reasoning" else f"({rules.text(reasoning.begin)} {rest})?"
+
+
+def _text_or(rules: Rules, calls: Calls) -> str:
+    """Return the expression for text with calls behind it or without."""
+    if not calls.opening:
+        # Only the first character distinguishes a call from text.
+        return f"{calls.rest} | {rules.add(_NO_OBJECT)}"
+    # As soon as the marker is complete, the lexeme that ends with it wins over the lexeme of any text.
+    return f"{rules.until(calls.opening)} {calls.rest} | {rules.add(ANY_TEXT)}"
+
+
+def _arguments(tool: Tool) -> str:
+    return json_value(arguments_schema(tool), strict=tool.strict)
+
+
+def _json(layout: JsonLayout, opening: str, rules: Rules, tools: Sequence[Tool], parallel: bool) -> Calls:
+    objects = (f'{rules.text(layout.object.replace("NAME", tool.name))} {_arguments(tool)} "}}"' for tool in tools)
+    calls = rules.several(rules.choice(objects), rules.text(layout.between), parallel)
+    return Calls(opening, f"{rules.text(layout.before.removeprefix(opening))} {calls} {rules.text(layout.after)}")
+
+
+def _mistral(rules: Rules, tools: Sequence[Tool], parallel: bool) -> Calls:
+    opening = "[TOOL_CALLS]"
+    if not rules.is_token("[ARGS]"):
+        calls = _json(JsonLayout(f"{opening}[", between=", ", after="]"), opening, rules, tools, parallel)
+        return Calls(opening, f'" "? {calls.rest}')
+    after = rules.choice(f"{literal(tool.name)} {rules.text('[ARGS]')} {_arguments(tool)}" for tool in tools)
+    return Calls(opening, rules.several(after, rules.text(opening), parallel))
+
+
+def _in_section(
+    shape: MarkedCalls,
+    head: Callable[[Tool, str], str],
+    rules: Rules,
+    tools: Sequence[Tool],
+    parallel: bool,
+    *,
+    end: str = "",
+    between: str = "",
+) -> Calls:
+    """head: what stands between a call's first marker and its JSON, by the tool and the expression of the separator.
+    end: between the JSON and the call's last marker."""
+    begin, separator, close = map(rules.text, (shape.call_open, shape.separator, shape.call_end))
+    call = rules.choice(f"{begin} {head(tool, separator)} {_arguments(tool)} {end} {close}" for tool in tools)
+    return Calls(shape.section_open, f"{rules.several(call, between, parallel)} {rules.text(shape.section_end)}")
+
+
+def _tagged(layout: Layout, opening: str, rules: Rules, tools: Sequence[Tool], parallel: bool) -> Calls:
+    before, behind, end = layout.call
+    write = partial(_tags, rules, layout)
+    calls = rules.choice(
+        f"{literal(tool.name)} {write(behind)} {_parameters(rules, tool, layout)} {write(end)}" for tool in tools
+    )
+    several = rules.several(calls, write(layout.between + before), parallel)
+    return Calls(
+        opening, f"{write((layout.region[0] + before).removeprefix(opening))} {several} {write(layout.region[1])}"
+    )
+
+
+def _tags(rules: Rules, layout: Layout, text: str) -> str:
+    """Return the expression for a part of a layout. Models may leave out the line breaks of a loose one."""
+    if not layout.is_loose:
+        return rules.text(text)
+    return ' "\\n"? '.join(rules.text(line) for line in text.split("\n"))
+
+
+def _parameters(rules: Rules, tool: Tool, layout: Layout) -> str:
+    """Return the expression for a tool's arguments in tags, in the order of its schema."""
+    schema = arguments_schema(tool)
+    properties = schema.get("properties")
+    begin = _tags(rules, layout, layout.argument[0])
+    if not isinstance(properties, dict) or not properties:
+        free = f"{begin} /[a-zA-Z0-9_.-]{{1,64}}/ {_value(rules, {}, schema, layout, tool)}"
+        return "" if schema.get("additionalProperties") is False else f"({rules.add(free)}){{0,64}}"
+    required = schema.get("required")
+    parts = []
+    for name, inner in properties.items():
+        part = rules.add(f"{begin} {literal(name)} {_value(rules, inner, schema, layout, tool)}")
+        parts.append(part if isinstance(required, list) and name in required else f"{part}?")
+    return " ".join(parts)
+
+
+def _value(rules: Rules, inner: Any, schema: Mapping[str, Any], layout: Layout, tool: Tool) -> str:
+    """Return the expression for what follows an argument's name: its value and the tags around it."""
+    types = types_of(inner, schema)
+    is_text = not types or "string" in types
+    head = _tags(rules, layout, layout.argument[1].replace("STRING", "true" if is_text else "false"))
+    # A line break before the tag belongs to it, one behind it does not.
+    close = layout.argument[2].rstrip("\n")
+    after = _tags(rules, layout, layout.argument[2].removeprefix(close))
+    if not is_text:
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        value = f"{json_value({**inner, **shared}, strict=tool.strict)} {rules.text(close)}"
+    elif (choices := choices_of(inner, schema)) is not None:
+        value = f"({' | '.join(map(literal, choices))}) {rules.text(close)}"
+    else:
+        value = rules.until(close)
+    return f"{head} {value} {after}"
+
+
+def _harmony(rules: Rules, tools: Sequence[Tool], forced: bool, start: Start, text: str) -> str:
+    """Return the grammar of harmony's messages: reasoning, then one call or the final message."""
+    mark = rules.text
+    header = mark("<|channel|>commentary to=functions.")
+    tail = mark(" <|constrain|>json<|message|>")
+    messages = [f"{header} {literal(t.name)} {tail} {_arguments(t)} {mark('<|call|>')}?" for t in tools]
+    said = text or rules.add(ANY_TEXT)
+    if start == "text" and not forced:
+        return rules.source(f"{said} {mark('<|return|>')}?")
+    if start == "text":
+        return rules.source(f"{rules.until('<|end|>')} {mark('<|start|>assistant')} {rules.choice(messages)}")
+    if not forced:
+        messages.append(f"{mark('<|channel|>final<|message|>')} {said} {mark('<|return|>')}?")
+    thought = f"{mark('<|channel|>analysis<|message|>')} {rules.until('<|end|>')}"
+    return rules.source(f"({thought} {mark('<|start|>assistant')})? {rules.choice(messages)}")
+
+
+GRAMMARS: Mapping[str, CallRules] = {
+    **{
+        name: partial(_json, shape.layout, shape.opens[0] if shape.layout.before else "")
+        for name, shape in CALLS.items()
+        if isinstance(shape, JsonCalls) and name != "harmony"
+    },
+    **{
+        name: partial(_tagged, shape.layout, shape.opens[0])
+        for name, shape in CALLS.items()
+        if isinstance(shape, TaggedCalls)
+    },
+    "mistral": _mistral,
+    "deepseek": partial(_in_section, DEEPSEEK, lambda tool, separator: f"{literal(tool.name)} {separator}"),
+    "deepseek-fenced": partial(
+        _in_section,
+        DEEPSEEK,
+        lambda tool, separator: f'"function" {separator} {literal(tool.name)} {_FENCE}',
+        end='"\\n```"',
+        between='"\\n"',
+    ),
+    "kimi": partial(
+        _in_section, KIMI, lambda tool, separator: f"{literal(f'functions.{tool.name}:')} /[0-9]+/ {separator}"
+    ),
+}

@@ -1,0 +1,104 @@
+"""The text of one grammar in llguidance's dialect of Lark, rule by rule.
+
+Added tokens of the vocabulary are named by id wherever a marker holds their text: a text never becomes such a token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from moeserve.frontend.dialects.formats import enforceable, json_expression
+
+ANY_TEXT = "/(?s:.*)/"
+# More calls at once than this are the babble of a model that does not find its end.
+_MOST_CALLS = 16
+# JSON is written as templates render it, so that the next turn's prompt continues the same tokens.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Rules:
+    """The rules of one grammar. ids: of the added tokens, by text."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = ids
+        self._lines: list[str] = []
+
+    def add(self, body: str, options: str = "") -> str:
+        name = f"r{len(self._lines)}"
+        self._lines.append(f"{name}{options}: {body}")
+        return name
+
+    def choice(self, bodies: Iterable[str]) -> str:
+        """Add a rule for one of several bodies and return its name."""
+        return self.add(" | ".join([self.add(body) for body in bodies]))
+
+    def is_token(self, marker: str) -> bool:
+        return marker in self._ids
+
+    def text(self, text: str) -> str:
+        """Return the expression for a fixed text."""
+        return self._joined(self._pieces(text))
+
+    def until(self, end: str, without: Iterable[str] = ()) -> str:
+        """Return the expression for any text that holds none of some texts, and `end` behind it."""
+        pieces = self._pieces(end)
+        but = [f"~/(?s:.*{_escaped(other)}.*)/" for other in without]
+        if len(pieces) == 1:
+            return self.add(" & ".join([ANY_TEXT, *but]), f"[suffix={literal(end)}]")
+        # A lexeme of any text takes what is text before the first token.
+        name = f"T{len(self._lines)}"
+        self._lines.append(f"{name}: {' & '.join([f'/(?s:.*){_escaped(pieces[0])}/', *but])}")
+        return f"{name} {self._joined(['', *pieces[1:]])}"
+
+    def several(self, one: str, between: str, parallel: bool) -> str:
+        """Return one expression or, if `parallel`, several with another one between them."""
+        return f"{one} ({between} {one}){{0,{_MOST_CALLS - 1}}}" if parallel else one
+
+    def listed(self, parts: Sequence[tuple[str, bool]], between: str) -> str:
+        """Return the expression for parts in their order, with another one between them. Each is (expression, whether
+        it must be there)."""
+        # Behind a part and before any one, from the last part to the first.
+        later, first = "", ""
+        for part, is_needed in reversed(parts):
+            with_it = self.add(f"{part} {later}".strip())
+            after = f"{between} {with_it}"
+            later, first = (
+                (self.add(after), with_it)
+                if is_needed
+                else (self.add(_or(after, later)), self.add(_or(with_it, first)))
+            )
+        return first
+
+    def source(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._lines]) + "\n"
+
+    def _pieces(self, text: str) -> list[str]:
+        """Return a text cut around the added tokens in it, which are every other piece."""
+        found = sorted((token for token in self._ids if token in text and not token.isspace()), key=len, reverse=True)
+        return re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
+
+    def _joined(self, pieces: Sequence[str]) -> str:
+        texts = (f"<[{self._ids[piece]}]>" if place % 2 else literal(piece) for place, piece in enumerate(pieces))
+        return " ".join(text for text in texts if text != '""')
+
+
+def _or(one: str, other: str) -> str:
+    return f"{one} | {other}" if other else f"({one})?"
+
+
+def _escaped(text: str) -> str:
+    """Return a pattern for a text inside slashes."""
+    return re.escape(text).replace("/", "\\/")
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_value(schema: Mapping[str, Any], *, strict: bool) -> str:
+    """Return the expression for JSON of a schema. Unless it is strict, words that llguidance lacks are passed over."""
+    spaced = {**enforceable(schema, "tools"), "x-guidance": {**_SPACING, "lenient": not strict}}
+    return json_expression(spaced, "tools")

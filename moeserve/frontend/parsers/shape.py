@@ -1,0 +1,148 @@
+"""The spelling of one model's answers: its families, and the parser and the grammar of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest
+from moeserve.frontend.errors import invalid
+from moeserve.frontend.parsers.call_grammars import call_grammar
+from moeserve.frontend.parsers.families import CALLS, REASONING, choose_families
+from moeserve.frontend.parsers.harmony import HARMONY_MARKERS, ends_in_thought
+from moeserve.frontend.parsers.parser import OutputParser, Start
+from moeserve.frontend.text import TextTokenizer
+from moeserve.model.files import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShape:
+    """The spelling of a model's answers: the names of its family for calls and for reasoning.
+
+    `none` in place of a name: nothing is looked for.
+
+    is_fenced: the JSON of its calls stands in fences, DeepSeek's older form.
+    """
+
+    calls: str = "none"
+    reasoning: str = "none"
+    is_fenced: bool = False
+
+    @property
+    def is_harmony(self) -> bool:
+        return "harmony" in (self.calls, self.reasoning)
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Every text that parsing needs to see."""
+        shape, reasoning = CALLS.get(self.calls), REASONING.get(self.reasoning)
+        found = (*shape.opens, *shape.others) if shape is not None else ()
+        around = (reasoning.begin, reasoning.end) if reasoning is not None else ()
+        return frozenset((*found, *around, *(HARMONY_MARKERS if self.is_harmony else ())))
+
+    def applies(self, request: GenerateRequest) -> bool:
+        """Return whether answers of the request are parsed."""
+        if not isinstance(request.prompts[0], ChatPrompt):
+            return False
+        return self.is_harmony or self.reasoning != "none" or self.looks_for_calls(request)
+
+    def thinks(self, request: GenerateRequest) -> bool:
+        """Return whether answers of the request may hold thoughts, which are counted and may have a budget."""
+        return self.reasoning != "none" and (isinstance(request.prompts[0], ChatPrompt) or bool(request.thought.starts))
+
+    def start_of_text(self, text: str) -> Literal["reasoning", "answer"]:
+        """Return where a prompt that is no chat leaves off. text: all of it, special tokens too."""
+        reasoning = REASONING.get(self.reasoning)
+        if reasoning is None:
+            return "answer"
+        if self.is_harmony:
+            return "reasoning" if ends_in_thought(text) else "answer"
+        return "reasoning" if text.rfind(reasoning.begin) > text.rfind(reasoning.end) else "answer"
+
+    def parser(
+        self, request: GenerateRequest, start: Start, tokenizer: TextTokenizer, new_id: Callable[[], str]
+    ) -> OutputParser:
+        """Return a parser for one choice. new_id: makes ids of calls."""
+        return OutputParser(
+            reasoning=REASONING.get(self.reasoning),
+            calls=CALLS.get(self.calls) if self.looks_for_calls(request) else None,
+            is_harmony=self.is_harmony,
+            start=start,
+            schemas={tool.name: tool.parameters for tool in request.tools},
+            hidden=self.markers.intersection(tokenizer.special_texts),
+            tokens=tokenizer.added_ids.keys(),
+            parallel=request.parallel_tool_calls,
+            new_id=new_id,
+        )
+
+    def start_of(self, request: GenerateRequest, prompt_tail: str, number: int = 0) -> Start:
+        """Return where prompt `number` leaves off. prompt_tail: the text of its last tokens, special ones too."""
+        prompt = request.prompts[0]
+        if not isinstance(prompt, ChatPrompt):
+            return request.thought.starts[number]
+        reasoning = REASONING.get(self.reasoning)
+        continued = prompt.continued
+        if reasoning is None or self.is_harmony:
+            return "text" if continued is not None else "answer"
+        if continued is not None:
+            is_open = continued.rfind(reasoning.begin) > continued.rfind(reasoning.end)
+            return "reasoning" if is_open else "text"
+        return "reasoning" if prompt_tail.rstrip().endswith(reasoning.begin) else "answer"
+
+    def grammar(self, request: GenerateRequest, prompt_tail: str, ids: Mapping[str, int]) -> str | None:
+        """Return the grammar that an answer's calls, or its reasoning before a format, need; None for no such need.
+
+        Calls are held to the tools' schemas where the request forces calls, allows some tools only, has strict tools or
+        asks for a format of text; the grammar then refers to the format's by the name `grammars.ANSWER`. ids: of the
+        tokenizer's added tokens, by text. Raise ApiError for forced calls that nothing would read.
+        """
+        if not isinstance(request.prompts[0], ChatPrompt):
+            return None
+        choice, has_format = request.tool_choice, request.output_format is not None
+        forced = choice.mode == "required"
+        if forced and self.calls == "none":
+            raise invalid("`tool_choice` asks for a call, but this server reads none from its model", "tool_choice")
+        looks = self.looks_for_calls(request)
+        tools = [tool for tool in request.tools if not choice.names or tool.name in choice.names] if looks else []
+        holds_calls = bool(tools) and (forced or has_format or bool(choice.names) or any(t.strict for t in tools))
+        if not holds_calls and not (has_format and (self.is_harmony or self.reasoning != "none")):
+            return None
+        return call_grammar(
+            "deepseek-fenced" if self.is_fenced else "harmony" if self.is_harmony else self.calls,
+            tools,
+            forced=forced,
+            # A tool that is forced by its name is called once, as clients expect that name it.
+            parallel=request.parallel_tool_calls and not (forced and len(choice.names) == 1),
+            ids=ids,
+            start=self.start_of(request, prompt_tail),
+            reasoning=REASONING.get(self.reasoning),
+            has_format=has_format,
+        )
+
+    def looks_for_calls(self, request: GenerateRequest) -> bool:
+        """Return whether answers of the request may hold calls."""
+        return self.calls != "none" and bool(request.tools) and request.tool_choice.mode != "none"
+
+
+PLAIN = OutputShape()
+
+
+def model_type_of(folder: Path) -> str:
+    """Return `model_type` of `config.json`, nothing where there is none."""
+    path = folder / "config.json"
+    config = read_json(path) if path.exists() else {}
+    return str(config.get("model_type", ""))
+
+
+def choose_shape(
+    templates: Sequence[str], model_type: str, calls: str = "auto", reasoning: str = "auto"
+) -> OutputShape:
+    """Return the shape of a checkpoint's answers. templates: the sources of its chat templates.
+
+    calls, reasoning: names of `CALLS` and `REASONING`, `none` or `auto`. Without a known family, calls are in hermes'
+    form, which the prompt then explains to the model.
+    """
+    calls, reasoning = choose_families(templates, model_type, calls, reasoning)
+    return OutputShape(calls, reasoning, calls == "deepseek" and any("```json" in source for source in templates))
