@@ -69,7 +69,7 @@ def test_a_key_names_one_request_of_one_caller_until_that_fails_or_is_old(shelf:
     jobs.end(shelf(), "a", "failed", failure=b"x")
     assert jobs.named(shelf(), NAME) is None
     create(shelf(), "c", name=NAME)
-    jobs.end(shelf(), "c", "done", at=100.0)
+    jobs.end(shelf(now=100.0), "c", "done")
     drop_old(shelf(now=99.0 + limits.IDEMPOTENCY_KEY_S))
     assert jobs.named(shelf(), NAME) == "c"
     drop_old(shelf(now=101.0 + limits.IDEMPOTENCY_KEY_S))

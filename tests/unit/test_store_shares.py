@@ -15,7 +15,7 @@ from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.listing import Page
 from moeserve.frontend.store import batches, jobs, responses
-from moeserve.frontend.store.store import Bounds, NoRoom, Shelf, Store, store_full
+from moeserve.frontend.store.store import Bounds, Crowded, NoRoom, Shelf, Store, drop_old, store_full
 from tests.support.examples import examples
 from tests.support.stores import shelves
 
@@ -142,6 +142,45 @@ def test_the_refusal_names_the_share(tmp_path: Path) -> None:
     assert store_full(NoRoom(0)).retry_after_s is not None
 
 
+def test_things_make_room_some_in_each_transaction(tmp_path: Path) -> None:
+    with shelves(tmp_path, Bounds(1_000_000, 1e9)) as shelf:
+        for number in range(900):
+            keep(shelf(A), f"resp_{number}", 50)
+        before = shelf().db.execute("SELECT count(*) FROM kept").fetchone()[0]
+        with pytest.raises(Crowded) as crowd:
+            shelf(B).add("big", 900_000)
+        shelf().drop("big")
+        rounds = 0
+        while not shelf(B).make_way(crowd.value.caller, crowd.value.num_bytes):
+            rounds += 1
+        assert rounds >= 1
+        assert before - shelf().db.execute("SELECT count(*) FROM kept").fetchone()[0] <= (rounds + 2) * 256
+        shelf(B).add("big", 900_000)
+
+
+def test_a_write_for_which_much_must_go_is_done_once_there_is_room(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = Store(tmp_path / "store", Bounds(1_000_000, 1e9))
+        await store.start()
+        for start in range(0, 900, 300):
+            numbers = range(start, start + 300)
+            await store.write(A, lambda shelf, numbers=numbers: [keep(shelf, f"resp_{n}", 50) for n in numbers])
+        await store.write(B, lambda shelf: shelf.add("big", 900_000))
+        assert await store.read(B, lambda shelf: shelf.has("big"))
+        assert await store.read(A, lambda shelf: shelf.has("resp_899"))
+        await store.stop()
+
+    asyncio.run(run())
+
+
+def test_old_things_go_some_in_each_transaction(tmp_path: Path) -> None:
+    with shelves(tmp_path, Bounds(2**20, 100)) as shelf:
+        for number in range(300):
+            keep(shelf(A, now=0), f"resp_{number}", 0)
+        assert [drop_old(shelf(now=200)) for _ in range(2)] == [True, False]
+        assert shelf(A).num_bytes == 0
+
+
 STEPS = st.lists(
     st.tuples(st.sampled_from(["keep", "file", "job", "batch", "end"]), st.integers(0, 30), st.integers(0, 6_000)),
     max_size=40,
@@ -155,23 +194,21 @@ def test_whatever_a_key_does_another_one_finds_room_for_its_share(
 ) -> None:
     """Whatever A does, B, which has nothing, finds room for things in use that take up its share."""
     with shelves(tmp_path_factory.mktemp("s"), HALVES) as shelf:
-        made: list[str] = []
+        kept, opened = list[str](), list[str]()
         for number, (step, chosen, size) in enumerate(steps):
             name = f"{step}{number}"
-            earlier = made[chosen % len(made)] if made and chosen else None
-            if step == "keep":
-                keep(shelf(A), name, size, earlier)
-                made.append(name)
-            elif step == "job":
-                if open_job(shelf(A), name, size, earlier):
-                    made.append(name)
-            elif step == "file" or earlier is None:
+            earlier = kept[chosen % len(kept)] if kept and chosen else None
+            if step == "keep" and keep(shelf(A), name, size, earlier):
+                kept.append(name)
+            elif step == "job" and open_job(shelf(A), name, size, earlier):
+                opened.append(name)
+            elif step == "file":
                 finds_room(shelf(A), batches.add_file, name, "batch", b"." * size)
             elif step == "batch":
                 for file in batches.files(shelf(A), Page(100))[0]:
                     open_batch(shelf(A), file.file_id)
-            else:
-                jobs.end(shelf(A), earlier, "done")
+            elif step == "end" and opened:
+                jobs.end(shelf(A), opened[chosen % len(opened)], "done")
         for number in range(9):
             assert open_job(shelf(B), f"b{number}", 1_000)
         total = shelf().db.execute("SELECT sum(size) FROM kept").fetchone()[0]

@@ -22,6 +22,9 @@ VERSION = 6
 _BUSY_S = 10.0  # seconds that a transaction waits for a transaction of another process
 _MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
+-- One row (`clock.py`). `boot`: of the machine. `beginning`: the store's time at that boot. `behind`: seconds by which
+-- the machine's clock is ahead of the store's.
+CREATE TABLE IF NOT EXISTS clock(boot TEXT NOT NULL, beginning REAL NOT NULL, behind REAL NOT NULL);
 -- The bytes that each caller keeps, by the digest of its key.
 CREATE TABLE IF NOT EXISTS shelves(caller BLOB PRIMARY KEY, num_bytes INTEGER NOT NULL) WITHOUT ROWID;
 -- The items that callers can name. `needs`: the item that this one needs: it is hidden, not dropped, until this one is.
@@ -30,7 +33,7 @@ CREATE TABLE IF NOT EXISTS kept(
   id TEXT PRIMARY KEY,
   caller BLOB NOT NULL,
   size INTEGER NOT NULL,
-  used REAL NOT NULL,
+  used REAL NOT NULL,  -- by the store's clock
   needs TEXT,
   hidden INTEGER NOT NULL DEFAULT 0,
   busy INTEGER NOT NULL DEFAULT 0);

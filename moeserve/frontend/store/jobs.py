@@ -193,7 +193,7 @@ def end(shelf: Shelf, job_id: str, state: State, *, failure: bytes | None = None
     """
     ended = shelf.db.execute(
         "UPDATE jobs SET state = ?, failure = ?, ended_at = ? WHERE id = ? AND state = 'open'",
-        (state, failure, shelf.now if at is None else at, job_id),
+        (state, failure, shelf.date if at is None else at, job_id),
     )
     if ended.rowcount == 0:
         return False

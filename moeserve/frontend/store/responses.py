@@ -176,7 +176,7 @@ class Conversation:
 
 def create_conversation(shelf: Shelf, metadata: bytes, items: Sequence[dict[str, Any]]) -> Conversation | None:
     """Return a new conversation with these items; None if they are too long. Raise NoRoom."""
-    made = Conversation(CONVERSATION_PREFIX + secrets.token_hex(24), int(shelf.now), metadata)
+    made = Conversation(CONVERSATION_PREFIX + secrets.token_hex(24), shelf.date, metadata)
     shelf.add(made.conversation_id, len(metadata))
     row = (made.conversation_id, made.created, metadata)
     shelf.db.execute("INSERT INTO conversations(id, created, metadata) VALUES (?, ?, ?)", row)

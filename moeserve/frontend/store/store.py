@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ import structlog
 from moeserve.forever import Forever
 from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError, unavailable
+from moeserve.frontend.store.clock import Clock, Instant, boot_id, instant
 from moeserve.frontend.store.file import prepare
 from moeserve.frontend.store.threads import Threads
 
@@ -36,6 +38,7 @@ log = structlog.get_logger(__name__)
 
 STORE_FULL = "store_full"  # the code of an error
 _NUM_READERS = 2
+_DROPPED_AT_ONCE = 256  # things that one transaction drops: each takes 0.1 ms or more
 _SECONDS_BETWEEN_CLEANINGS = 600.0
 
 _T = TypeVar("_T")
@@ -59,15 +62,27 @@ class NoRoom(Exception):
         self.share_bytes = share_bytes
 
 
+class Crowded(Exception):
+    """More things must make room for `num_bytes` of a caller than one transaction drops."""
+
+    def __init__(self, caller: bytes, num_bytes: int) -> None:
+        super().__init__(caller, num_bytes)
+        self.caller, self.num_bytes = caller, num_bytes
+
+
 class Shelf:
     """The things of one caller, in one transaction. Other callers' are not found by their ids."""
 
-    def __init__(self, db: sqlite3.Connection, caller: bytes, now: float, bounds: Bounds) -> None:
-        """caller: digest of a key, empty on a server without keys, whose callers share one shelf. now: UNIX time."""
+    def __init__(
+        self, db: sqlite3.Connection, caller: bytes, now: float, bounds: Bounds, date: int | None = None
+    ) -> None:
+        """caller: digest of a key, empty on a server without keys, whose callers share one shelf. now: by the store's
+        clock, for ages. date: UNIX time for clients to see; `now` by default."""
         self.db = db
         self.caller = caller
         self.now = now
         self.bounds = bounds
+        self.date = int(now) if date is None else date
 
     @property
     def num_bytes(self) -> int:
@@ -80,21 +95,21 @@ class Shelf:
         return found.fetchone() is not None
 
     def add(self, name: str, size: int, *, needs: str | None = None, busy: bool = False) -> None:
-        """Enter a thing to keep, and make room for it. Raise NoRoom.
+        """Enter a thing to keep, and make room for it. Raise NoRoom, Crowded.
 
         needs: another thing that must stay as long as this one. busy: it is in use, with all that it needs, until
         somebody sets that to 0; it is not dropped meanwhile.
         """
         row = (name, self.caller, size + OVERHEAD_BYTES, self.now, needs, busy)
         self.db.execute("INSERT INTO kept(id, caller, size, used, needs, busy) VALUES (?, ?, ?, ?, ?, ?)", row)
-        self._make_room(name, self.caller, is_busy=busy)
+        self._make_room(name, self.caller, size + OVERHEAD_BYTES, is_busy=busy)
 
     def grow(self, name: str, num_bytes: int) -> None:
-        """Add a number of bytes, which may be negative, to the size of a thing of any caller. Raise NoRoom."""
+        """Add a number of bytes, which may be negative, to the size of a thing of any caller. Raise NoRoom, Crowded."""
         query = "UPDATE kept SET size = size + ? WHERE id = ? RETURNING caller, busy"
         row = self.db.execute(query, (num_bytes, name)).fetchone()
         if row is not None and num_bytes > 0:
-            self._make_room(name, bytes(row[0]), is_busy=bool(row[1]))
+            self._make_room(name, bytes(row[0]), num_bytes, is_busy=bool(row[1]))
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -141,29 +156,42 @@ class Shelf:
             hidden = self.db.execute("SELECT id FROM kept WHERE id = ? AND hidden", (needed,)).fetchone()
             found = None if hidden is None else hidden[0]
 
-    def _make_room(self, name: str, caller: bytes, *, is_busy: bool) -> None:
-        """Drop things until everything fits, but not the one of that name. Raise NoRoom.
+    def _make_room(self, name: str, caller: bytes, num_bytes: int, *, is_busy: bool) -> None:
+        """Drop other things than that of the name until everything fits. num_bytes: that have come. Raise NoRoom,
+        Crowded."""
+        if is_busy and self._bytes_in_use(caller) > self._share_bytes(caller):
+            raise NoRoom(self._share_bytes(caller))
+        if not self._drop_some(caller, 0, name):
+            raise Crowded(caller, num_bytes)
 
-        Callers lose their least recently used things in the order in which they exceed their shares. A thing displaces
-        none of a caller that has less of its share than its own caller.
-        """
-        share_bytes = self._share_bytes(caller)
-        if is_busy and self._bytes_in_use(caller) > share_bytes:
-            raise NoRoom(share_bytes)
-        while _total(self.db) > self.bounds.max_bytes:
-            victim = self._victim(name, caller)
+    def make_way(self, caller: bytes, num_bytes: int) -> bool:
+        """Drop things for further bytes of a caller; return whether these fit now. Raise NoRoom."""
+        return self._drop_some(caller, num_bytes)
+
+    def _drop_some(self, caller: bytes, num_bytes: int, name: str = "") -> bool:
+        for _ in range(_DROPPED_AT_ONCE):
+            if _total(self.db) + num_bytes <= self.bounds.max_bytes:
+                return True
+            victim = self._victim(caller, num_bytes, name)
             if victim is None:
-                raise NoRoom(share_bytes)
+                raise NoRoom(self._share_bytes(caller))
             self.drop(victim)
+        return _total(self.db) + num_bytes <= self.bounds.max_bytes
 
-    def _victim(self, name: str, caller: bytes) -> str | None:
-        shelves = [(bytes(one), size) for one, size in self.db.execute("SELECT caller, num_bytes FROM shelves")]
-        for one, _ in sorted(shelves, key=lambda row: (-row[1] / max(1, self._share_bytes(row[0])), row[0])):
+    def _victim(self, caller: bytes, num_bytes: int, name: str) -> str | None:
+        """Return the thing to drop next for further bytes of a caller, or for the thing of a name.
+
+        Callers lose their least recently used things in the order in which they exceed their shares. A caller beyond
+        its share displaces nothing of a caller that has less of its own.
+        """
+        sizes = Counter({bytes(one): size for one, size in self.db.execute("SELECT caller, num_bytes FROM shelves")})
+        sizes[caller] += num_bytes
+        for one, size in sorted(sizes.items(), key=lambda row: (-row[1] / max(1, self._share_bytes(row[0])), row[0])):
             query = """SELECT id FROM kept WHERE caller = ? AND NOT hidden AND NOT busy AND id != ?
                        ORDER BY used, rowid LIMIT 1"""
             if (row := self.db.execute(query, (one, name)).fetchone()) is not None:
                 return str(row[0])
-            if one == caller:
+            if one == caller and size > self._share_bytes(one):
                 return None
         return None
 
@@ -179,22 +207,25 @@ class Shelf:
         return int(self.db.execute(query, (caller,)).fetchone()[0])
 
 
-def drop_old(shelf: Shelf) -> None:
-    """Drop the things that were not used for too long.
+def drop_old(shelf: Shelf) -> bool:
+    """Drop some of the things that were not used for too long; return whether there may be more.
 
     Drop old keys of requests as well, with the answers that were kept only for them.
     """
-    query = "SELECT id FROM kept WHERE used < ? AND NOT hidden AND NOT busy"
-    for (name,) in shelf.db.execute(query, (shelf.now - shelf.bounds.max_age_s,)).fetchall():
+    query = "SELECT id FROM kept WHERE used < ? AND NOT hidden AND NOT busy LIMIT ?"
+    unused = shelf.db.execute(query, (shelf.now - shelf.bounds.max_age_s, _DROPPED_AT_ONCE)).fetchall()
+    for (name,) in unused:
         shelf.drop(name)
     query = """SELECT job, EXISTS (SELECT 1 FROM responses WHERE id = job) FROM idempotency JOIN jobs ON jobs.id = job
-               WHERE ended_at < ?"""
-    for job_id, is_response in shelf.db.execute(query, (shelf.now - limits.IDEMPOTENCY_KEY_S,)).fetchall():
+                JOIN kept ON kept.id = job WHERE NOT busy AND used < ? LIMIT ?"""
+    found = shelf.db.execute(query, (shelf.now - limits.IDEMPOTENCY_KEY_S, _DROPPED_AT_ONCE)).fetchall()
+    for job_id, is_response in found:
         if is_response:
             shelf.db.execute("DELETE FROM idempotency WHERE job = ?", (job_id,))
         else:
             shelf.drop(job_id)
     shelf.db.execute("PRAGMA incremental_vacuum(1000)")
+    return _DROPPED_AT_ONCE in (len(unused), len(found))
 
 
 def _total(db: sqlite3.Connection) -> int:
@@ -204,9 +235,12 @@ def _total(db: sqlite3.Connection) -> int:
 class Store:
     """Runs synchronous work on the shelf of a caller, each call in one transaction."""
 
-    def __init__(self, path: Path, bounds: Bounds) -> None:
+    def __init__(self, path: Path, bounds: Bounds, read_clock: Callable[[], Instant] = instant) -> None:
+        """read_clock: gives the present moment."""
         self._path = path
         self._bounds = bounds
+        self._read_clock = read_clock
+        self._clock = Clock(0.0)  # until the store has started
         self._writer = Threads(path, 1)
         self._readers = Threads(path, _NUM_READERS)
         self._watcher = Threads(path, 1)
@@ -216,6 +250,7 @@ class Store:
     async def start(self) -> None:
         """Make the file if it is not there. Raise StoreError."""
         await asyncio.to_thread(prepare, self._path)
+        self._clock = await self.write(b"", lambda shelf: Clock.of(shelf.db, self._read_clock(), boot_id()))
         self._cleaning.start()
 
     async def stop(self) -> None:
@@ -230,10 +265,17 @@ class Store:
     async def write(self, caller: bytes, work: Callable[[Shelf], _T]) -> _T:
         """Return the result of work, which other processes see as a whole when this returns, or not at all.
 
-        It is done even if its caller is cancelled. Raise the work's errors, and ApiError: 429 where there is no room,
-        503 for the file's faults; then nothing of it is done.
+        It is done even if its caller is cancelled. It is begun anew where others' things made room for it in
+        transactions of their own. Raise the work's errors, and ApiError: 429 where there is no room, 503 for the file's
+        faults; then nothing of it is done.
         """
-        return await self._run(self._writer, "BEGIN IMMEDIATE", caller, work)
+        while True:
+            try:
+                return await self._run(self._writer, "BEGIN IMMEDIATE", caller, work)
+            except Crowded as crowd:
+                make_way = partial(Shelf.make_way, caller=crowd.caller, num_bytes=crowd.num_bytes)
+            while not await self._run(self._writer, "BEGIN IMMEDIATE", caller, make_way):
+                continue
 
     async def has_changed(self) -> bool:
         """Return whether any process has written since the last call; True where the file does not tell."""
@@ -250,7 +292,8 @@ class Store:
         def transact(db: sqlite3.Connection) -> _T:
             db.execute(begin)
             try:
-                result = work(Shelf(db, caller, time.time(), self._bounds))
+                now = self._read_clock()
+                result = work(Shelf(db, caller, self._clock.time(now), self._bounds, int(now.wall)))
                 db.execute("COMMIT")
                 return result
             except BaseException:
@@ -268,7 +311,9 @@ class Store:
 
     async def _clean(self) -> None:
         with suppress(ApiError):
-            await self.write(b"", drop_old)
+            while await self.write(b"", drop_old):
+                continue
+            await self.write(b"", lambda shelf: self._clock.note(shelf.db, self._read_clock()))
 
 
 def store_unavailable() -> ApiError:
