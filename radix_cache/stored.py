@@ -237,6 +237,11 @@ class StoredBlocks:
         """Record that files of `take_chores` are gone, or could not be removed."""
         self._going.difference_update(set(paths).difference(self._removals))
 
+    @property
+    def going(self) -> Collection[str]:
+        """The paths of the files that are to be removed now, and may be there still."""
+        return frozenset(self._going)
+
     def is_going(self, block: StoredBlock) -> bool:
         """Return whether a block's file is to be removed, and may be there still."""
         return block.path in self._going

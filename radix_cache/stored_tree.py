@@ -12,7 +12,7 @@ written soon after they have entered the tree, as they are on a disk.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from radix_cache.block_copies import BlockCopies, BlockCopy, Kind, border_name
 from radix_cache.border_copies import BorderCopies
@@ -149,26 +149,32 @@ class StoredTree:
         self.stored.name(names, namespace, tokens, stop, self._size)
         return self._last_border(names, first, min(stop, self.stored.depth(names, first)))
 
-    def unknown(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> list[list[StoredBlock]]:
-        """Return the whole blocks of `tokens` that are neither in memory nor stored, without size and time of use.
+    def unknown(
+        self, tokens: array[int], namespace: str, names: list[bytes], first: int
+    ) -> Iterator[list[StoredBlock]] | None:
+        """Return the whole blocks of `tokens` that are neither in memory nor stored, without size and time of use; None
+        without any.
 
-        Each is a list, of the KV block and of its window block and snapshot, which it may have, too.
+        Each is a list, of the KV block and of its window block and snapshot, which it may have, too. They are made one
+        by one, on any thread: most searches end with the first.
         Other services that share the folder may have written their files. first: the number of the first block that is
         not in memory. For `names` see `num_stored`.
         """
         stop = (len(tokens) - 1) // self._size
         if first >= stop:
-            return []
+            return None
         self.stored.name(names, namespace, tokens, stop, self._size)
-        folder, depth = self.stored.folder_of(namespace), self.stored.depth(names[:stop], first)
-        rows: list[list[StoredBlock]] = []
-        for name in names[depth:stop]:
+        left = names[self.stored.depth(names[:stop], first) : stop]
+        return self._rows(left, self.stored.folder_of(namespace), self.stored.going) if left else None
+
+    def _rows(self, names: Sequence[bytes], folder: str, going: Collection[str]) -> Iterator[list[StoredBlock]]:
+        """going: the paths of files that are being removed."""
+        for name in names:
             of_block = (name, *(border_name(name, kind) for kind in self._kinds))
             row = [StoredBlock(one, folder, 0, 0.0) for one in of_block]
-            if self.stored.is_going(row[0]):
-                break
-            rows.append([block for block in row if not self.stored.is_going(block)])
-        return rows
+            if row[0].path in going:
+                return
+            yield [block for block in row if block.path not in going]
 
     def copies_of(self, blocks: Iterable[int], lease: Lease, tokens: array[int], first: int) -> list[BlockCopy]:
         """Return the copies of blocks of a lease, numbers `first` and so on, whose names are known."""

@@ -188,7 +188,7 @@ class Engine:
         jobs = self._scheduler.waiting.take_copies(time.time())
         for job in jobs:
             self._copier.start(job)
-        if any(job.sought for job in jobs):
+        if any(job.sought is not None for job in jobs):
             # Files are found at once unless the disk hangs: their requests should not wait for a whole step.
             for result in self._copier.take(_SEARCH_SECONDS):
                 self._scheduler.waiting.end_copy(result, time.time())

@@ -10,7 +10,7 @@ measured elsewhere and reported here: plans depend on when copies end, as they d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -67,7 +67,7 @@ class CopyJob:
     copies: Sequence[BlockCopy]
     is_write: bool = False
     chores: Chores | None = None
-    sought: Sequence[Sequence[StoredBlock]] = ()
+    sought: Iterable[Sequence[StoredBlock]] | None = None
     is_gentle: bool = False
     is_cancelled: bool = False
     rank: int = 0
@@ -214,7 +214,7 @@ class LowerTier:
         tokens, namespace = request.token_ids, request.namespace
         num_cached = max(cache.peek(tokens, namespace) for cache in self._caches)
         sought = self._trees[0].unknown(tokens, namespace, request.prefix_names, num_cached // self._block_size)
-        if not sought:
+        if sought is None:
             return False
         job = CopyJob((), sought=sought)
         self._new_jobs.append(job)

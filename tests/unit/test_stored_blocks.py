@@ -15,7 +15,7 @@ from moeserve.scheduling.lower_tier import num_kept_free
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.waiting_room import FORESEEN
-from radix_cache import Kind, PrefixCache, StoredBlock, StoredBlocks, Tier
+from radix_cache import Kind, PrefixCache, StoredBlock, StoredBlocks, Tier, stored_tree
 from radix_cache.block_copies import border_name
 from tests.support.cache_invariants import check_invariants
 from tests.support.examples import examples
@@ -80,6 +80,27 @@ def test_nothing_is_kept_of_namespaces_without_blocks() -> None:
     blocks.check()
     assert not any(entries)
     assert blocks.num_of(None) == (0, 0)
+
+
+def test_a_search_makes_no_more_of_a_long_prompt_than_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bytes] = []
+
+    def record(name: bytes, *rest: Any) -> StoredBlock:
+        made.append(name)
+        return StoredBlock(name, *rest)
+
+    monkeypatch.setattr(stored_tree, "StoredBlock", record)
+    life = Life(Disk(), random.Random(1), **OPTIONS)
+    (tree,) = [cache.lower for cache in life.caches if cache.lower is not None]
+    names: list[bytes] = []
+    rows = tree.unknown(array("i", range(4000)), "", names, 0)
+    assert made == []
+    assert rows is not None
+    assert [block.name for block in next(rows)] == names[:1]
+    assert made == names[:1]
+    rest = [row[0].name for row in rows]
+    assert rest == names[1:]
+    assert tree.unknown(array("i", range(4)), "", [], 0) is None
 
 
 def test_the_account_that_has_most_gives_way() -> None:

@@ -84,7 +84,7 @@ class BlockCopier:
         if job.is_write:
             self._writes.put(job)
             return
-        if job.sought:
+        if job.sought is not None:
             self._reads.put(_Search(job))
             return
         read = _Read(job, -(-len(job.copies) // _READ_AT_ONCE))
@@ -158,7 +158,7 @@ class BlockCopier:
         begun, found = time.monotonic(), list[StoredBlock]()
         try:
             with suppress(OSError):
-                for block, *beside in job.sought:
+                for block, *beside in job.sought or ():
                     if job.is_cancelled:
                         break
                     found.append(self._files.status(block))
