@@ -22,6 +22,7 @@ from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.memory_plan import plan_model, rounding_of
 from moeserve.model.checkpoint import read_index
 from moeserve.model.families import build_spec, load_config
+from moeserve.model.gguf.fields import plain
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.gguf.header import read_gguf
 from moeserve.model.gguf.parts import GgufPart, Heads
@@ -90,7 +91,7 @@ def test_a_header_is_what_the_gguf_package_reads(quantised: Path) -> None:
         assert (own.kind, own.shape) == (tensor.tensor_type.name, tuple(int(n) for n in tensor.shape[::-1]))
         assert (own.offset, own.num_bytes) == (tensor.data_offset, tensor.n_bytes)
     found = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    assert dict(header.metadata) == found
+    assert {name: plain(value) for name, value in header.metadata.items()} == found
 
 
 def test_numbers_are_those_that_the_gguf_package_unpacks(quantised: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFValueType
 
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gguf.config import Fields, config_of, num_layers
+from moeserve.model.gguf.config import Fields, config_of, generation_config_of, num_layers
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.gguf.header import GgufHeader, read_gguf
 from moeserve.model.gguf.parts import parts_of
+from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
 from moeserve.model.spec import CheckpointError, ModelError, UnsupportedModel
 from moeserve.model.weights import load_decoder
 from tests.support.gguf_export import ARCHITECTURES, as_it_is, copy_gguf, write_gguf
@@ -294,3 +298,87 @@ def test_a_number_of_layers_that_the_file_cannot_hold_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=r"^[^\n]+\.$"):
         config_of(with_fields(header_of(architecture), **change))
+
+
+_VALUES: list[Any] = [0, 1, -1, 2**40, 1.5, float("nan"), True, "text", "", [], ["a", "b"]]
+_VALUES += [array("i", [1, 2]), array("f", [0.5]), array("B", bytes(300)), array("Q", [2**64 - 1])]
+_TOKENIZER = ["model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token"]
+_TOKENIZER += ["add_space_prefix", "precompiled_charsmap", "remove_extra_whitespaces", "suppress_tokens"]
+_TOKENIZER += [f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding")]
+_ALONE = ["split.tensors.count", "general.architecture", "tokenizer.chat_template"]
+
+
+def read_all(header: GgufHeader) -> None:
+    """Do what a start does with the fields of a file."""
+    config_of(header)
+    generation_config_of(header)
+    tokenizer_config_of(header.metadata)
+    build_tokenizer(header.metadata)
+    fields = Fields(header)
+    for _ in parts_of(header, fields, num_layers(fields)):
+        pass
+
+
+def refusal(header: GgufHeader) -> str:
+    try:
+        read_all(header)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt-oss", "deepseek2-v3", "phimoe", "qwen3next"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_field_of_any_kind_is_used_or_refused_in_one_sentence(
+    kind: str, architecture: str, header_of: Headers
+) -> None:
+    header = header_of(architecture)
+    size = len(header.metadata["tokenizer.ggml.tokens"])
+    metadata = {**header.metadata, "tokenizer.ggml.model": kind, "tokenizer.ggml.scores": array("f", bytes(4 * size))}
+    names = {*metadata, *_ALONE, *(f"tokenizer.ggml.{name}" for name in _TOKENIZER)}
+    read_all(replace(header, metadata=metadata))
+    for name in sorted(names):
+        for value in _VALUES:
+            sentence = refusal(replace(header, metadata={**metadata, name: value}))
+            assert "\n" not in sentence, (name, value)
+            assert len(sentence) < 500, (name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("tokenizer.ggml.tokens", value) for value in (3, "abc", 1.5, True, array("i", [1]))),
+        *(("tokenizer.ggml.token_type", value) for value in (3, "abc", ["a"])),
+        *(("tokenizer.ggml.merges", value) for value in (3, "a b", array("i", [1]))),
+        *(("tokenizer.ggml.eos_token_id", value) for value in ("2", 1.5, ["a"], array("i", [2]))),
+        *(("tokenizer.ggml.add_bos_token", value) for value in ("no", 7, ["a"], array("B", [0]))),
+        ("tokenizer.ggml.pre", ["gpt-2"]),
+        ("tokenizer.ggml.model", 7),
+        ("tokenizer.chat_template", ["{{ 1 }}"]),
+        ("llama.rope.scaling.type", ["linear"]),
+        ("llama.rope.freq_base", array("f", [1e4])),
+        ("llama.context_length", "64"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_by_its_name(name: str, value: object, header_of: Headers) -> None:
+    header = header_of("llama")
+    with pytest.raises(CheckpointError, match=rf"^The field {name} is no [a-z ]+\.$"):
+        read_all(replace(header, metadata={**header.metadata, name: value}))
+
+
+def test_arrays_of_small_numbers_take_the_memory_of_their_bytes(tmp_path: Path) -> None:
+    path, count = tmp_path / "large.gguf", 2**20
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    numbers = GGUFValueType.ARRAY.to_bytes(4, "little") + GGUFValueType.UINT8.to_bytes(4, "little")
+    numbers += count.to_bytes(8, "little") + bytes(range(256)) * (count // 256)
+    fields = b"".join((2).to_bytes(8, "little") + f"{number:02d}".encode() + numbers for number in range(60))
+    path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (60).to_bytes(8, "little") + fields)
+    tracemalloc.start()
+    header = read_gguf(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert list(header.metadata["07"][:3]) == [0, 1, 2]
+    assert most < 80 * 2**20

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from moeserve.model.gguf.fields import VOCABULARY, TypedFields, plain
 from moeserve.model.gguf.header import GgufHeader
 from moeserve.model.gguf.unread import check_unread
 from moeserve.model.spec import CheckpointError, UnsupportedModel
@@ -30,8 +31,8 @@ _HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
 _NO_TEXT = (3, 4)
 
 
-class Fields:
-    """The metadata of one architecture: `fields["attention.head_count"]`. Raise CheckpointError for a missing one."""
+class Fields(TypedFields):
+    """The fields of one architecture: `fields["attention.head_count"]`."""
 
     def __init__(self, header: GgufHeader) -> None:
         self.header = header
@@ -39,46 +40,7 @@ class Fields:
         if not isinstance(name, str):
             raise CheckpointError("The GGUF file names no architecture.")
         self.architecture = name
-        self._read: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise CheckpointError(f"The GGUF file lacks the field {self.architecture}.{name}.")
-        return value
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._read.add(name)
-        value = self.header.metadata.get(f"{self.architecture}.{name}")
-        return default if value is None else value
-
-    def unread(self) -> dict[str, Any]:
-        """Return the fields of the architecture that nothing has asked for yet."""
-        start = f"{self.architecture}."
-        own = {
-            name.removeprefix(start): value for name, value in self.header.metadata.items() if name.startswith(start)
-        }
-        return {name: value for name, value in own.items() if name not in self._read}
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """Return a whole number; of a list, one per layer, the one of all layers that have not 0."""
-        value = self[name] if default is None else self.get(name, default)
-        if isinstance(value, list):
-            count = self.get("block_count")
-            numbers = set(value[: count if isinstance(count, int) else None]) - {0} or {0}
-            if len(numbers) > 1:
-                raise UnsupportedModel(f"Layers of a GGUF model that differ in {name} are not supported.")
-            (value,) = numbers
-        if type(value) is not int:
-            raise CheckpointError(f"The field {self.architecture}.{name} is no whole number.")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a float32 number as the shortest decimal that gives it: 1e-6, not 9.999999974752427e-07."""
-        value = self[name] if default is None else self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CheckpointError(f"The field {self.architecture}.{name} is no number.")
-        return float(f"{value:.7g}")
+        super().__init__(header.metadata, f"{name}.")
 
 
 def config_of(header: GgufHeader) -> Config:
@@ -86,8 +48,9 @@ def config_of(header: GgufHeader) -> Config:
     fields = Fields(header)
     build = _BUILDERS.get(fields.architecture)
     if build is None:
+        name = fields.architecture[:40]
         raise UnsupportedModel(
-            f"GGUF models of architecture {fields.architecture!r} are not supported; these are: {', '.join(_BUILDERS)}."
+            f"GGUF models of architecture {name!r} are not supported; these are: {', '.join(_BUILDERS)}."
         )
     config = {**_base(fields), **build(fields), **_token_ids(header)}
     check_unread(fields.architecture, fields.unread(), head_dim(fields), fields.count("context_length"))
@@ -96,17 +59,16 @@ def config_of(header: GgufHeader) -> Config:
 
 def generation_config_of(header: GgufHeader) -> Config:
     """Return `generation_config.json`: the tokens that end an answer."""
+    fields = TypedFields(header.metadata, VOCABULARY)
     # SentencePiece's usual id where a file names none.
-    usual = {"eos_token_id": 2} if header.metadata.get("tokenizer.ggml.model") == "llama" else {}
-    ids = [header.metadata.get(f"tokenizer.ggml.{name}", usual.get(name)) for name in _ENDS]
-    ends = list(dict.fromkeys([*(token for token in ids if type(token) is int), *_ending_tokens(header.metadata)]))
+    usual = {"eos_token_id": 2} if fields.get("model") == "llama" else {}
+    ids = [fields.whole(name, usual.get(name)) for name in _ENDS]
+    ends = list(dict.fromkeys([*(token for token in ids if token is not None), *_ending_tokens(fields)]))
     return {"eos_token_id": ends} if ends else {}
 
 
-def _ending_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, list) or not isinstance(types, list):
-        return []
+def _ending_tokens(fields: TypedFields) -> list[int]:
+    tokens, types = fields.texts("tokens") or [], fields.numbers("token_type") or ()
     found = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind in _NO_TEXT}
     is_harmony = found.keys() >= _HARMONY_ENDS
     ending = _ENDING_TEXTS - {"<|end|>"} | _HARMONY_ENDS if is_harmony else _ENDING_TEXTS
@@ -114,8 +76,9 @@ def _ending_tokens(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _token_ids(header: GgufHeader) -> Config:
-    found = {name: header.metadata.get(f"tokenizer.ggml.{key}") for name, key in _TOKEN_IDS.items()}
-    return {name: token for name, token in found.items() if type(token) is int}
+    fields = TypedFields(header.metadata, VOCABULARY)
+    found = {name: fields.whole(key) for name, key in _TOKEN_IDS.items()}
+    return {name: token for name, token in found.items() if token is not None}
 
 
 def num_layers(fields: Fields) -> int:
@@ -163,13 +126,13 @@ def _rope(fields: Fields) -> Config:
     if not fields.header.tensors.keys().isdisjoint(("rope_factors_long.weight", "rope_factors_short.weight")):
         raise UnsupportedModel("GGUF models with long-context factors of rotary embeddings (Phi) are not supported.")
     theta = {"rope_theta": fields.number("rope.freq_base", 10000.0)}
-    kind = fields.get("rope.scaling.type", "linear")
+    kind = fields.text("rope.scaling.type", "linear") or ""
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0)) or 1.0
     _check_extrapolation(fields, is_yarn=kind == "yarn")
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {"rope_type": "default", **theta}
     if kind not in ("linear", "yarn"):
-        raise UnsupportedModel(f"Rotary embeddings of type {kind!r} in a GGUF file are not supported.")
+        raise UnsupportedModel(f"Rotary embeddings of type {kind[:40]!r} in a GGUF file are not supported.")
     scaling = {"rope_type": kind, "factor": factor, **theta}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = fields.count(
@@ -271,7 +234,7 @@ def _olmoe(fields: Fields) -> Config:
 def _gpt_oss(fields: Fields) -> Config:
     layers = num_layers(fields)
     slides = [layer % 2 == 0 for layer in range(layers)]
-    pattern = fields.get("attention.sliding_window_pattern", 2)
+    pattern = plain(fields.get("attention.sliding_window_pattern", 2))
     if pattern != 2 and pattern != slides:
         raise UnsupportedModel(
             "GGUF models of gpt-oss whose windows are not those of every other layer are not supported."
@@ -294,7 +257,7 @@ def _deepseek2(fields: Fields) -> Config:
     rope_dim = fields.count("rope.dimension_count")
     suffix = "_mla" if fields.count("attention.key_length_mla", 0) else ""
     is_v3 = _is_sigmoid(fields)
-    if not is_v3 and fields.get("expert_weights_norm", False):
+    if not is_v3 and fields.flag("expert_weights_norm", False):
         raise UnsupportedModel(
             "GGUF models of DeepSeek V2 whose experts' weights are divided by their sum are refused."
         )
@@ -348,7 +311,7 @@ def _routed(fields: Fields) -> Config:
         "n_shared_experts": fields.count("expert_shared_count", 0),
         "first_k_dense_replace": fields.count("leading_dense_block_count", 0),
         "routed_scaling_factor": fields.number("expert_weights_scale", 1.0) or 1.0,
-        "norm_topk_prob": bool(fields.get("expert_weights_norm", False)),
+        "norm_topk_prob": fields.flag("expert_weights_norm", False),
     }
 
 
@@ -371,7 +334,7 @@ def _partial_rope(fields: Fields) -> Config:
 def _granitemoe(fields: Fields) -> Config:
     if fields.count("expert_shared_feed_forward_length", 0):
         raise UnsupportedModel("GGUF models of Granite with a shared expert are not supported.")
-    if not fields.get("rope.scaling.finetuned", True):
+    if not fields.flag("rope.scaling.finetuned", True):
         raise UnsupportedModel("GGUF models of Granite without rotary embeddings are not supported.")
     return {
         "model_type": "granitemoe",
@@ -392,7 +355,7 @@ def _phimoe(fields: Fields) -> Config:
         "num_experts_per_tok": fields.count("expert_used_count"),
         "intermediate_size": _expert_width(fields),
         "lm_head_bias": "output.bias" in fields.header.tensors,
-        "sliding_window": fields.get("attention.sliding_window") or None,
+        "sliding_window": fields.count("attention.sliding_window", 0) or None,
         "router_jitter_noise": 0.01,
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -75,7 +76,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """metadata: strings, numbers and lists of one kind. files: all parts of a split model."""
+    """metadata: strings, numbers, lists of strings and arrays of numbers. files: all parts of a split model."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
@@ -96,7 +97,7 @@ def read_gguf(path: Path) -> GgufHeader:
             tensors[name] = tensor
     wanted = metadata.get("split.tensors.count")
     if wanted is not None and wanted != len(tensors):
-        raise CheckpointError(f"{path.name} promises {wanted} tensors, but its parts hold {len(tensors)}.")
+        raise CheckpointError(f"{path.name} promises {str(wanted)[:40]} tensors, but its parts hold {len(tensors)}.")
     return GgufHeader(metadata, tensors, tuple(parts))
 
 
@@ -204,7 +205,9 @@ class _Parser:
             self._damaged("an array of its metadata holds arrays")
         if inner is GGUFValueType.STRING:
             return self._texts(count)
-        return list(self._unpack(f"{count}{_SCALARS[inner]}"))
+        values = array(_SCALARS[inner].replace("?", "B"))
+        values.frombytes(self._take(count * values.itemsize))
+        return values
 
     def _kind(self) -> GGUFValueType:
         (number,) = self._unpack("I")

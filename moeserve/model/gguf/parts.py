@@ -205,6 +205,8 @@ class _Namer:
     def _delta_heads(self) -> Heads:
         fields = self._fields
         keys, values = fields.count("ssm.group_count"), fields.count("ssm.time_step_rank")
+        if keys < 1 or values < 1:
+            raise CheckpointError("The recurrent layers of a GGUF file have no heads.")
         return Heads(keys, values // keys, fields.count("ssm.state_size"), fields.count("ssm.inner_size") // values)
 
     def _in_turns(self, own: str) -> tuple[Arrangement, Heads] | None:

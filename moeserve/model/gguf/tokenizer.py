@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from moeserve.model.gguf.fields import VOCABULARY, TypedFields, plain
 from moeserve.model.spec import CheckpointError, UnsupportedModel
 
 # Kinds of tokens in `tokenizer.ggml.token_type`.
@@ -94,37 +95,37 @@ _NEUTRAL = {
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer. Raise CheckpointError if its fields do not fit, UnsupportedModel for another kind."""
-    kind = metadata.get("tokenizer.ggml.model")
-    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+    fields = TypedFields(metadata, VOCABULARY)
+    kind, tokens, types = fields.text("model"), fields.texts("tokens"), fields.numbers("token_type")
+    if tokens is None:
         raise CheckpointError(f"The GGUF file holds no vocabulary: {_ADVICE}.")
     if types is None:
         types = [_NORMAL] * len(tokens)
-    if not isinstance(types, list) or len(types) != len(tokens):
+    if len(types) != len(tokens):
         raise CheckpointError("The GGUF file's kinds of tokens do not fit its vocabulary.")
     for name, neutral in _NEUTRAL.items():
-        if metadata.get(f"tokenizer.ggml.{name}", neutral) != neutral:
+        if plain(fields.get(name, neutral)) != neutral:
             raise UnsupportedModel(f"The GGUF file's tokenizer sets {name}, which is not supported here: {_ADVICE}.")
     if kind == "gpt2":
-        tokenizer = _byte_level(metadata, tokens)
+        tokenizer = _byte_level(fields, tokens, str(metadata.get("general.architecture")))
     elif kind == "llama":
-        tokenizer = _sentencepiece(metadata, tokens, types)
+        tokenizer = _sentencepiece(fields, tokens, types)
     else:
         raise UnsupportedModel(f"GGUF tokenizers of kind {str(kind)[:40]!r} are not supported: {_ADVICE}.")
     tokenizer.add_special_tokens(_added(tokens, types, _CONTROL) + _added(tokens, types, _UNKNOWN))
     tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
-    processor = _processor(metadata, tokens)
+    processor = _processor(fields, tokens)
     if processor is not None:
         tokenizer.post_processor = processor
     return tokenizer
 
 
-def _processor(metadata: Mapping[str, Any], tokens: list[str]) -> processors.TemplateProcessing | None:
+def _processor(fields: TypedFields, tokens: list[str]) -> processors.TemplateProcessing | None:
     """Return what puts a token before and after texts, None where the file wants neither."""
-    ids, before, after = _token_ids(metadata, tokens), ["bos"], ["eos"]
-    if "bos" not in ids or not _begins_with_bos(metadata):
+    ids, before, after = _token_ids(fields, tokens), ["bos"], ["eos"]
+    if "bos" not in ids or not _begins_with_bos(fields):
         before = []
-    if "eos" not in ids or not metadata.get("tokenizer.ggml.add_eos_token", False):
+    if "eos" not in ids or not fields.flag("add_eos_token", False):
         after = []
     if not before and not after:
         return None
@@ -134,45 +135,45 @@ def _processor(metadata: Mapping[str, Any], tokens: list[str]) -> processors.Tem
 
 def tokenizer_config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return `tokenizer_config.json`: the chat template and the tokens that it may name."""
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    fields = TypedFields(metadata, VOCABULARY)
+    tokens = fields.texts("tokens") or []
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    ids = _token_ids(metadata, tokens)
+    ids = _token_ids(fields, tokens)
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
         if key in ids:
             config[name] = tokens[ids[key]]
-    config["add_bos_token"] = _begins_with_bos(metadata)
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
+    config["add_bos_token"] = _begins_with_bos(fields)
+    if (template := TypedFields(metadata, "tokenizer.").text("chat_template")) is not None:
         config["chat_template"] = template
     return config
 
 
-def _token_ids(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, int]:
+def _token_ids(fields: TypedFields, tokens: list[str]) -> dict[str, int]:
     """Return the ids of the tokens that the file names and has, or that are usual where it does not name them."""
-    usual = _USUAL_IDS if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    usual = _USUAL_IDS if fields.text("model") == "llama" else {}
     names = ("bos", "eos", "unknown", "padding")
-    ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(key)) for key in names}
-    return {key: token for key, token in ids.items() if type(token) is int and 0 <= token < len(tokens)}
+    ids = {key: fields.whole(f"{key}_token_id", usual.get(key)) for key in names}
+    return {key: token for key, token in ids.items() if token is not None and 0 <= token < len(tokens)}
 
 
-def _begins_with_bos(metadata: Mapping[str, Any]) -> bool:
+def _begins_with_bos(fields: TypedFields) -> bool:
     """Return whether texts begin with the BOS token: where the file does not tell, as llama.cpp has it."""
-    usual = metadata.get("tokenizer.ggml.model") == "llama" or str(metadata.get("tokenizer.ggml.pre")) in _WHOLE_WORDS
-    return bool(metadata.get("tokenizer.ggml.add_bos_token", usual))
+    usual = fields.text("model") == "llama" or fields.text("pre") in _WHOLE_WORDS
+    return fields.flag("add_bos_token", usual)
 
 
-def _added(tokens: list[str], types: list[int], kind: int) -> list[AddedToken]:
+def _added(tokens: list[str], types: Sequence[float], kind: int) -> list[AddedToken]:
     special = kind in (_CONTROL, _UNKNOWN)
     chosen = (token for token, own in zip(tokens, types, strict=True) if own == kind and token)
     return [AddedToken(token, special=special, normalized=False) for token in chosen]
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    pre = str(metadata.get("tokenizer.ggml.pre", _UNNAMED.get(str(metadata.get("general.architecture")), "default")))
+def _byte_level(fields: TypedFields, tokens: list[str], architecture: str) -> Tokenizer:
+    pre = fields.text("pre") or _UNNAMED.get(architecture, "default")
     if pre not in _EXPRESSIONS:
         raise UnsupportedModel(f"How {pre[:40]!r} cuts texts into words is not known here: {_ADVICE}.")
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
+    merges = fields.texts("merges")
+    if merges is None:
         raise CheckpointError("The GGUF file's tokenizer has no merges.")
     pairs = [_pair(merge) for merge in merges]
     try:
@@ -192,17 +193,17 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _pair(merge: object) -> tuple[str, str]:
-    left, space, right = str(merge).partition(" ")
+def _pair(merge: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
     if not (left and space and right):
-        raise CheckpointError(f"The GGUF file's tokenizer has the merge {str(merge)[:80]!r}, which is no pair.")
+        raise CheckpointError(f"The GGUF file's tokenizer has the merge {merge[:80]!r}, which is no pair.")
     return left, right
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+def _sentencepiece(fields: TypedFields, tokens: list[str], types: Sequence[float]) -> Tokenizer:
     """Return BPE that merges the pair whose token has the best score, with bytes for characters without a token."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    scores = fields.numbers("scores")
+    if scores is None or len(scores) != len(tokens):
         raise CheckpointError("The GGUF file's scores of tokens do not fit its vocabulary.")
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -215,7 +216,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
             byte_fallback=True,
         )
     )
-    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefixed = fields.flag("add_space_prefix", True)
     steps: list[Any] = [normalizers.Prepend("▁")] if prefixed else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -225,7 +226,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
     return tokenizer
 
 
-def _merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+def _merges(tokens: list[str], types: Sequence[float], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return all pairs of tokens that are a token together, the best score of their token first.
 
     SentencePiece merges the neighbours whose token has the best score, which is what ranks do in that order.

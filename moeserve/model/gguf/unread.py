@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
+from moeserve.model.gguf.fields import plain
 from moeserve.model.spec import UnsupportedModel
 
 # The values of a field that change nothing, as llama.cpp computes with it, or with the models that write it.
@@ -79,13 +81,14 @@ def _routing(architecture: str) -> dict[str, tuple[float, ...]]:
 
 
 def _is_among(value: object, neutral: tuple[float, ...]) -> bool:
-    if isinstance(value, list):  # One per layer.
+    if isinstance(value, list | array):  # One per layer.
         return all(_is_among(own, neutral) for own in value)
     return isinstance(value, int | float) and any(abs(value - own) <= 1e-6 * max(1.0, abs(own)) for own in neutral)
 
 
 def _refuse(architecture: str, name: str, value: object) -> None:
+    shown = str(plain(value))[:40]
     raise UnsupportedModel(
-        f"The GGUF file sets {architecture}.{name} to {str(value)[:40]}, and models of this architecture are computed "
+        f"The GGUF file sets {architecture}.{name} to {shown}, and models of this architecture are computed "
         "without it here."
     )
