@@ -17,10 +17,11 @@ from radix_cache.prefix_cache import PrefixCache
 class Fill:
     """A cached prefix and the blocks of its continuation that are being filled. Its lease ends with it.
 
-    tokens: of the prefix. Blocks from number `first` on are filled, one for each of `copies` but the first
-    `num_beside`, which fill window blocks and a snapshot.
+    cache: has the blocks. tokens: of the prefix. Blocks from number `first` on are filled, one for each of `copies` but
+    the first `num_beside`, which fill window blocks and a snapshot.
     """
 
+    cache: PrefixCache
     lease: Lease
     tokens: array[int]
     first: int
@@ -30,6 +31,28 @@ class Fill:
     def num_blocks(self, num_filled: int | None = None) -> int:
         """Count the KV blocks of all copies, or of the first `num_filled`."""
         return max(0, (len(self.copies) if num_filled is None else num_filled) - self.num_beside)
+
+    def release(self) -> None:
+        """Release the lease; no block is wanted any more."""
+        self.cache.release(self.lease)
+
+    def end(self, num_filled: int) -> None:
+        """Record that the first `num_filled` copies are done, and enter their blocks into the tree."""
+        cache, lease = self.cache, self.lease
+        for copy in self.copies[self.num_beside :]:
+            cache.end_copy(copy.block)
+        is_whole = num_filled == len(self.copies)
+        row = _end_beside(self, is_whole=is_whole)
+        if lease.owner is cache:
+            filled = (self.first + self.num_blocks(num_filled)) * cache.block_size
+            if filled > lease.num_published_tokens:
+                cache.free(cache.publish(lease, self.tokens, filled))
+            if row is not None and is_whole:
+                cache.keep_snapshot(lease, row, filled)
+                row = None
+            cache.release(lease)
+        if row is not None:
+            cache.drop_row(row)
 
 
 def begin_restore(
@@ -54,24 +77,13 @@ def begin_restore(
         return None
     beside = below.border_copies(lease, tokens, first, row)
     copies = below.copies_of(blocks, lease, tokens, first)
-    return Fill(lease, tokens[: stop * cache.block_size], first, beside + copies, len(beside))
-
-
-def end_restore(cache: PrefixCache, fill: Fill, num_filled: int, *, is_whole: bool) -> None:
-    """End a fill of `begin_restore`; for the rest see `end_fill`.
-
-    is_whole: False if the next block's file is missing or damaged; it is then removed.
-    """
-    if not is_whole:
-        assert cache.lower is not None
-        cache.lower.stored.discard(fill.copies[num_filled].name)
-    end_fill(cache, fill, num_filled)
+    return Fill(cache, lease, tokens[: stop * cache.block_size], first, beside + copies, len(beside))
 
 
 def begin_fill(cache: PrefixCache, tokens: array[int], namespace: str, stop: int, spare: int) -> Fill | None:
     """Lease the cached prefix of `tokens` and blocks up to number `stop`, whose content comes from elsewhere.
 
-    The copies name blocks of memory alone. For the rest see `begin_restore`; `end_fill` ends it.
+    The copies name blocks of memory alone. For the rest see `begin_restore`.
     """
     lease, size = cache.match(tokens, namespace), cache.block_size
     first = lease.num_published_tokens // size
@@ -79,26 +91,7 @@ def begin_fill(cache: PrefixCache, tokens: array[int], namespace: str, stop: int
     if blocks is None:
         return None
     copies = [BlockCopy(block, b"", "", index, b"") for index, block in enumerate(blocks, first)]
-    return Fill(lease, tokens[: stop * size], first, copies)
-
-
-def end_fill(cache: PrefixCache, fill: Fill, num_filled: int) -> None:
-    """Record that the first `num_filled` copies are done, and enter their blocks into the tree."""
-    for copy in fill.copies[fill.num_beside :]:
-        cache.end_copy(copy.block)
-    lease = fill.lease
-    is_whole = num_filled == len(fill.copies)
-    row = _end_beside(cache, fill, is_whole=is_whole)
-    if lease.owner is cache:
-        filled = (fill.first + fill.num_blocks(num_filled)) * cache.block_size
-        if filled > lease.num_published_tokens:
-            cache.free(cache.publish(lease, fill.tokens, filled))
-        if row is not None and is_whole:
-            cache.keep_snapshot(lease, row, filled)
-            row = None
-        cache.release(lease)
-    if row is not None:
-        cache.drop_row(row)
+    return Fill(cache, lease, tokens[: stop * size], first, copies)
 
 
 def _extend_beside(cache: PrefixCache, lease: Lease, count: int, spare: int) -> list[int] | None:
@@ -120,17 +113,17 @@ def _extend_beside(cache: PrefixCache, lease: Lease, count: int, spare: int) -> 
     return blocks
 
 
-def _end_beside(cache: PrefixCache, fill: Fill, *, is_whole: bool) -> int | None:
+def _end_beside(fill: Fill, *, is_whole: bool) -> int | None:
     """Take back the window blocks of a fill, and return the row of its snapshot; None without one.
 
     is_whole: whether all is filled; else the lease loses the window blocks.
     """
-    lease, windows, row = fill.lease, cache.windows, None
+    lease, windows, row = fill.lease, fill.cache.windows, None
     for copy in fill.copies[: fill.num_beside]:
         if copy.kind is Kind.STATE:
             row = copy.block
         elif windows is not None:
             windows.take_back(lease.block_ids[copy.depth], copy.block)
-    if windows is not None and not is_whole and lease.owner is cache:
+    if windows is not None and not is_whole and lease.owner is fill.cache:
         windows.forsake(lease, fill.first)
     return row

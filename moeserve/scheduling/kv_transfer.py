@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from moeserve.kv_transfer import KvTicket, TicketOffice
 from moeserve.plan import Request
-from moeserve.scheduling.lower_tier import longest_wait_s
-from radix_cache import BlockCopy, Fill, Lease, PrefixCache, account_of, begin_fill, end_fill, is_still_full
+from moeserve.scheduling.arrivals import Arrival, Arrivals, Job, longest_wait_s
+from radix_cache import BlockCopy, Lease, PrefixCache, account_of, begin_fill, is_still_full
 
 _MOST_HELD = 0.5  # share of all blocks; tickets beyond it end leases of the account that holds most for its weight
 
@@ -115,18 +115,15 @@ class KvOffers:
 
 
 @dataclass(eq=False, slots=True)
-class FetchJob:
+class FetchJob(Job):
     """Blocks to be fetched into memory, in their order, the first of them number `first` of the ticket.
 
-    A job without blocks ends the lease. is_cancelled: further blocks are not wanted. is_begun: a thread fetches them,
-    and ends the job soon after it is cancelled.
+    A job without blocks ends the lease.
     """
 
     ticket: KvTicket
     first: int = 0
     copies: Sequence[BlockCopy] = ()
-    is_cancelled: bool = False
-    is_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +146,6 @@ class FetchCounters:
     failures: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(eq=False, slots=True)
-class _Fetch:
-    """Blocks that are being fetched, for requests that wait for them until `deadline`."""
-
-    fill: Fill
-    job: FetchJob
-    deadline: float
-    waiting: list[Request] = field(default_factory=list)
-
-
 class KvFetches:
     """The requests that wait until blocks of their prompts have been fetched from other services."""
 
@@ -167,16 +154,12 @@ class KvFetches:
         self._cache = cache
         self._office = office
         self._compute_s = compute_s
-        self._fetches: dict[str, _Fetch] = {}  # by the number of the ticket
-        self._of_request: dict[Request, _Fetch] = {}
-        self._new_jobs: list[FetchJob] = []
+        self.arrivals: Arrivals[FetchJob] = Arrivals()
+        self._coming: dict[str, Arrival[FetchJob]] = {}  # by the number of the ticket
+        self._returns: list[FetchJob] = []
         self.counters = FetchCounters()
         # The services, by host and port, whose tickets had another fingerprint. Their tickets were signed with the key.
         self.unlike: set[tuple[str, int]] = set()
-
-    @property
-    def waiting(self) -> Collection[Request]:
-        return self._of_request.keys()
 
     def check(self, request: Request) -> None:
         """Remove the ticket of a new request if it cannot serve it, and count the reason."""
@@ -202,13 +185,13 @@ class KvFetches:
         ticket = request.ticket
         if ticket is None:
             return False
-        fetch = self._fetches.get(ticket.request_id)
+        fetch = self._coming.get(ticket.request_id)
         if fetch is None:
             room = self._cache.room(num_spoken_for)
             if is_still_full(room, request.no_room_to_fill):
                 return False
             if request.wants_prompt_logprobs or self.num_lacking(request) <= 0:
-                self._return(request)
+                self.give_back(request)
                 return False
             fetch = self._begin(request, ticket, now, num_spoken_for)
             request.no_room_to_fill = room if fetch is None else None
@@ -216,49 +199,24 @@ class KvFetches:
             # There is no room yet, or another request has just ended its fetch of these blocks.
             return False
         request.ticket = None
-        fetch.waiting.append(request)
-        self._of_request[request] = fetch
+        self.arrivals.wait(request, fetch)
         return True
 
     def forgo(self, request: Request) -> None:
         """Record that a request is computed; if it has its ticket still, its blocks found no memory before."""
         if request.ticket is not None:
             self.counters.failures["memory"] += 1
-            self._return(request)
-
-    def leave(self, request: Request) -> bool:
-        """Forget a request that has ended. Return whether it waited for its blocks."""
-        self._return(request)
-        fetch = self._of_request.pop(request, None)
-        if fetch is None:
-            return False
-        fetch.waiting.remove(request)
-        if not fetch.waiting:
-            self._give_up(fetch)
-        return True
+            self.give_back(request)
 
     def take_overdue(self, now: float) -> list[Request]:
-        """Return the requests that have waited too long; they are to be computed.
-
-        If a job has begun, some blocks may have come: its requests wait for its end, which comes soon, and `end`
-        returns them.
-        """
-        overdue: list[Request] = []
-        for fetch in self._fetches.values():
-            if now > fetch.deadline and not fetch.job.is_cancelled:
-                self.counters.failures["timeout"] += 1
-                if fetch.job.is_begun:
-                    fetch.job.is_cancelled = True
-                    continue
-                overdue += fetch.waiting
-                fetch.waiting = []
-                self._give_up(fetch)
-        for request in overdue:
-            del self._of_request[request]
+        """Return the requests that have waited too long; they are to be computed."""
+        num_late, overdue = self.arrivals.take_overdue(now)
+        if num_late:
+            self.counters.failures["timeout"] += num_late
         return overdue
 
     def take_jobs(self) -> list[FetchJob]:
-        jobs, self._new_jobs = self._new_jobs, []
+        jobs, self._returns = self._returns + self.arrivals.take_jobs(), []
         return jobs
 
     def end(self, result: FetchResult) -> list[Request]:
@@ -266,45 +224,39 @@ class KvFetches:
         job, counters = result.job, self.counters
         if not job.copies:
             return []
-        fetch = self._fetches.pop(job.ticket.request_id)
+        fetch, requests = self.arrivals.end(job)
+        assert fetch.fill is not None
+        del self._coming[job.ticket.request_id]
         counters.num_blocks += result.num_filled
         counters.num_tokens += result.num_filled * self._cache.block_size
         counters.seconds += result.seconds
         if result.failure is not None:
             counters.failures[result.failure] += 1
-        end_fill(self._cache, fetch.fill, result.num_filled)
-        for request in fetch.waiting:
-            del self._of_request[request]
-        return fetch.waiting
+        fetch.fill.end(result.num_filled)
+        return requests
 
     def num_lacking(self, request: Request) -> int:
         """Count the request's tokens that another service holds for it and that are not cached here."""
         size = self._cache.block_size
         return self.num_held(request) // size * size - self._cache.peek(request.token_ids, request.namespace)
 
-    def _return(self, request: Request) -> None:
-        """End the lease of a request's ticket: the other service need not hold the blocks any longer."""
+    def give_back(self, request: Request) -> None:
+        """End the lease of a request's ticket, if it has one still: the other service need not hold the blocks."""
         ticket, request.ticket = request.ticket, None
-        if ticket is not None and ticket.request_id not in self._fetches:
-            self._new_jobs.append(FetchJob(ticket))
+        if ticket is not None and ticket.request_id not in self._coming:
+            self._returns.append(FetchJob(ticket))
 
-    def _begin(self, request: Request, ticket: KvTicket, now: float, num_spoken_for: int) -> _Fetch | None:
+    def _begin(self, request: Request, ticket: KvTicket, now: float, num_spoken_for: int) -> Arrival[FetchJob] | None:
         size = self._cache.block_size
         stop = self.num_held(request) // size
         spare = num_spoken_for + -(-len(request.token_ids) // size) - stop
         fill = begin_fill(self._cache, request.token_ids, request.namespace, stop, spare)
         if fill is None:
             return None
-        job = FetchJob(ticket, fill.first, fill.copies)
         deadline = now + longest_wait_s(self._compute_s(fill.first * size, stop * size))
-        fetch = self._fetches[ticket.request_id] = _Fetch(fill, job, deadline)
-        self._new_jobs.append(job)
+        fetch = self.arrivals.begin(FetchJob(ticket, fill.first, fill.copies), deadline, fill)
+        self._coming[ticket.request_id] = fetch
         return fetch
-
-    def _give_up(self, fetch: _Fetch) -> None:
-        """Release the lease of a fetch without waiting requests. Its blocks are free once the job has ended."""
-        fetch.job.is_cancelled = True
-        self._cache.release(fetch.fill.lease)
 
 
 class KvTransfer:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moeserve.plan import Request
+from moeserve.scheduling.arrivals import LEAST_WAIT_SECONDS, Arrival, Arrivals, Job, longest_wait_s
 from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, fate_of
 from moeserve.scheduling.pacing import Pace
 from radix_cache import (
@@ -26,7 +27,6 @@ from radix_cache import (
     StoredBlocks,
     Tier,
     begin_restore,
-    end_restore,
     is_still_full,
 )
 
@@ -36,7 +36,6 @@ _FREE_SHARE, _MOST_FREE_SHARE = 1 / 16, 1 / 4
 _RETRY_SECONDS = 30.0  # a write that fails stops all writes for this number of seconds
 _MOST_RESTORES = 3  # times that one request waits for blocks of its prefix
 _SMOOTHING = 0.3  # weight of a new time in the means of seconds per block
-_LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
 # The expected time of a read falls by this share when it has kept a prefix from being read: one slow read must
 # not decide for good.
 _FORGIVENESS = 0.02
@@ -50,18 +49,12 @@ def num_kept_free(num_blocks: int, step_tokens: int, block_size: int) -> int:
     return max(1, min(int(_MOST_FREE_SHARE * num_blocks), max(of_step, int(_FREE_SHARE * num_blocks))))
 
 
-def longest_wait_s(compute_s: float) -> float:
-    """Return how long requests wait for blocks at most. compute_s: to compute these blocks, 0 if not known."""
-    return max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS
-
-
 @dataclass(eq=False, slots=True)
-class CopyJob:
+class CopyJob(Job):
     """Blocks of one rank's memory to be written, or to be read into it, in their order.
 
     chores: files to be removed or stamped, before that. sought: blocks whose files are looked for, each with files that
     it may have beside its own, up to the first block that is not there. is_gentle: the copying gives way to steps.
-    is_cancelled: the blocks are not wanted any more.
     """
 
     copies: Sequence[BlockCopy]
@@ -69,7 +62,6 @@ class CopyJob:
     chores: Chores | None = None
     sought: Iterable[Sequence[StoredBlock]] | None = None
     is_gentle: bool = False
-    is_cancelled: bool = False
     rank: int = 0
 
 
@@ -138,19 +130,6 @@ class TierCounters:
     fates: Counter[Fate] = field(default_factory=Counter)
 
 
-@dataclass(eq=False, slots=True)
-class _Reading:
-    """A prefix that is being read, for requests that wait for it until `deadline`.
-
-    fill: None while its files are looked for.
-    """
-
-    fill: Fill | None
-    job: CopyJob
-    deadline: float
-    waiting: list[Request] = field(default_factory=list)
-
-
 class LowerTier:
     """Moves blocks between the caches of all ranks and the tier below: any rank can read what another one has
     written."""
@@ -169,11 +148,9 @@ class LowerTier:
         self._block_size = caches[0].block_size
         self._pace = pace
         self._overflow = overflow
-        self._readings: dict[CopyJob, _Reading] = {}
+        self.arrivals: Arrivals[CopyJob] = Arrivals()
         # By the rank and the name of each block that is being read.
-        self._coming: dict[tuple[int, bytes], _Reading] = {}
-        self._of_request: dict[Request, _Reading] = {}
-        self._new_jobs: list[CopyJob] = []
+        self._coming: dict[tuple[int, bytes], Arrival[CopyJob]] = {}
         # The ranks whose blocks are being written.
         self._writing: set[int] = set()
         self._write_after = 0.0
@@ -194,14 +171,10 @@ class LowerTier:
             for cache, tree in zip(self._caches, self._trees, strict=True)
         )
 
-    @property
-    def waiting(self) -> Collection[Request]:
-        return self._of_request.keys()
-
     def seeks(self, request: Request) -> bool:
         """Return whether a request waits until files of its prefix have been looked for."""
-        reading = self._of_request.get(request)
-        return reading is not None and reading.fill is None
+        arrival = self.arrivals.find(request)
+        return arrival is not None and arrival.fill is None
 
     def seek(self, request: Request, now: float) -> bool:
         """Return whether a request of the queue waits, from now on, until files of its prefix have been looked for.
@@ -216,11 +189,7 @@ class LowerTier:
         sought = self._trees[0].unknown(tokens, namespace, request.prefix_names, num_cached // self._block_size)
         if sought is None:
             return False
-        job = CopyJob((), sought=sought)
-        self._new_jobs.append(job)
-        reading = self._readings[job] = _Reading(None, job, now + _LEAST_WAIT_SECONDS)
-        reading.waiting.append(request)
-        self._of_request[request] = reading
+        self.arrivals.wait(request, self.arrivals.begin(CopyJob((), sought=sought), now + LEAST_WAIT_SECONDS))
         return True
 
     def preempt(self, request: Request, num_running: int) -> None:
@@ -259,7 +228,7 @@ class LowerTier:
             request.is_looked_up = not first
             return False
         reading = self._coming.get((request.rank, request.prefix_names[first]))
-        if reading is None:
+        if reading is None or reading.job.is_cancelled:
             is_forced = request.num_preemptions > 0 and self._overflow is Overflow.SWAP
             if not is_forced and not self._is_sooner(request, first * size, stop * size, num_running):
                 request.is_looked_up = True
@@ -270,37 +239,20 @@ class LowerTier:
                 request.no_room_to_fill = room
                 return False
             reading = self._begin(fill, request.rank, now, is_gentle=num_running > 0)
-        reading.waiting.append(request)
-        self._of_request[request] = reading
-        return True
-
-    def leave(self, request: Request) -> bool:
-        """Forget a request that has ended. Return whether it waited for its prefix."""
-        reading = self._of_request.pop(request, None)
-        if reading is None:
-            return False
-        reading.waiting.remove(request)
-        if not reading.waiting:
-            self._give_up(reading)
+        self.arrivals.wait(request, reading)
         return True
 
     def take_overdue(self, now: float) -> list[Request]:
         """Return the requests that have waited too long, as for a disk that hangs; they are to be computed."""
-        overdue = []
-        for reading in list(self._readings.values()):
-            if now > reading.deadline and not reading.job.is_cancelled:
-                self.counters.num_overdue += 1
-                for request in reading.waiting:
-                    del self._of_request[request]
-                    request.is_looked_up = True
-                overdue += reading.waiting
-                reading.waiting = []
-                self._give_up(reading)
+        num_late, overdue = self.arrivals.take_overdue(now)
+        self.counters.num_overdue += num_late
+        for request in overdue:
+            request.is_looked_up = True
         return overdue
 
     def take_jobs(self, now: float, num_running: int) -> list[CopyJob]:
         """Return the jobs that are to begin. now: in seconds since the epoch. num_running: requests."""
-        jobs, self._new_jobs = self._new_jobs, []
+        jobs = self.arrivals.take_jobs()
         self._stored.set_time(now, self._pace.now)
         for rank, (cache, tree) in enumerate(zip(self._caches, self._trees, strict=True)):
             if rank in self._writing:
@@ -336,26 +288,28 @@ class LowerTier:
                 # Not by `now`, of a clock that may be set back.
                 self._write_after = self._pace.now + _RETRY_SECONDS
             return []
-        reading = self._readings.pop(job)
-        if reading.fill is None:
-            return self._end_search(reading, result)
+        reading, requests = self.arrivals.end(job)
+        if (fill := reading.fill) is None:
+            self._put_found(result.found)
+            return requests
         counters.read_bytes += num_bytes
         counters.read_seconds += result.seconds
         num_filled = len(result.num_bytes)
         # It is no failure where the block was removed here while it was read.
-        if result.error is not None and reading.fill.copies[num_filled].name in self._stored:
+        if result.error is not None and (name := fill.copies[num_filled].name) in self._stored:
             counters.num_gone += result.error == GONE
             counters.num_damaged += result.error != GONE
+            self._stored.discard(name)
         if num_filled:
             known = self._read_s.get(job.is_gentle)
             self._read_s[job.is_gentle] = _smoothed(known, result.seconds / num_filled)
-        end_restore(cache, reading.fill, num_filled, is_whole=result.error is None)
-        if not job.is_cancelled:
-            self._forget(reading)
-        for request in reading.waiting:
-            del self._of_request[request]
-            self._record_found(request, reading, num_filled, sum(result.hosted[reading.fill.num_beside :]))
-        return reading.waiting
+        fill.end(num_filled)
+        for copy in fill.copies:
+            if self._coming.get((job.rank, copy.name)) is reading:
+                del self._coming[job.rank, copy.name]
+        for request in requests:
+            self._record_found(request, fill, job.rank, num_filled, sum(result.hosted[fill.num_beside :]))
+        return requests
 
     def count_hit(self, request: Request, num_tokens: int) -> None:
         """Count a hit of `num_tokens`, the last ones that a request has computed, by where they were found."""
@@ -374,42 +328,22 @@ class LowerTier:
         counters.lower_hits += found > 0
         counters.device_hits += num_tokens > found
 
-    def _end_search(self, reading: _Reading, result: CopyResult) -> list[Request]:
-        for block in result.found:
+    def _put_found(self, found: Sequence[StoredBlock]) -> None:
+        for block in found:
             if block.name not in self._stored and not self._stored.is_going(block):
                 self._stored.put(block)
-        for request in reading.waiting:
-            del self._of_request[request]
-        return reading.waiting
 
-    def _begin(self, fill: Fill, rank: int, now: float, *, is_gentle: bool) -> _Reading:
-        job = CopyJob(fill.copies, rank=rank, is_gentle=is_gentle)
-        self._new_jobs.append(job)
+    def _begin(self, fill: Fill, rank: int, now: float, *, is_gentle: bool) -> Arrival[CopyJob]:
         first = fill.first * self._block_size
         compute_s = self._pace.compute_s(first, first + fill.num_blocks() * self._block_size)
-        reading = self._readings[job] = _Reading(fill, job, now + longest_wait_s(compute_s))
+        job = CopyJob(fill.copies, rank=rank, is_gentle=is_gentle)
+        reading = self.arrivals.begin(job, now + longest_wait_s(compute_s), fill)
         for copy in fill.copies:
             self._coming[rank, copy.name] = reading
         return reading
 
-    def _give_up(self, reading: _Reading) -> None:
-        """Release the lease of a reading without waiting requests. Its blocks are free once the job has ended."""
-        reading.job.is_cancelled = True
-        if reading.fill is not None:
-            self._caches[reading.job.rank].release(reading.fill.lease)
-            self._forget(reading)
-
-    def _forget(self, reading: _Reading) -> None:
-        """Let no further request wait for a reading."""
-        rank = reading.job.rank
-        for copy in reading.job.copies:
-            if self._coming.get((rank, copy.name)) is reading:
-                del self._coming[rank, copy.name]
-
-    def _record_found(self, request: Request, reading: _Reading, num_filled: int, num_hosted: int) -> None:
+    def _record_found(self, request: Request, fill: Fill, rank: int, num_filled: int, num_hosted: int) -> None:
         """num_hosted: how many of the KV blocks were in the host's memory above a disk."""
-        fill, rank = reading.fill, reading.job.rank
-        assert fill is not None
         first = fill.first * self._block_size
         last = first + fill.num_blocks(num_filled) * self._block_size
         before, start, stop, hosted = request.restored
@@ -435,7 +369,7 @@ class LowerTier:
         if read_s is None:
             return True
         num_blocks = (stop - start) // self._block_size
-        more_s = read_s * sum(len(reading.job.copies) for reading in self._readings.values())
+        more_s = read_s * sum(len(job.copies) for job in self.arrivals.jobs)
         num_delayed = 0
         if request.num_preemptions:
             num_delayed = num_running  # they feel the computing, too

@@ -6,10 +6,12 @@ fetched from another service. It then takes its place in the queue by its arriva
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
+from typing import Any
 
 from moeserve.plan import Request
+from moeserve.scheduling.arrivals import Arrivals
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenants, WaitingQueue
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvTransfer
 from moeserve.scheduling.lower_tier import CopyJob, CopyResult, LowerTier
@@ -49,18 +51,16 @@ class WaitingRoom:
         self._running = running
         self._pace = pace
         self._lower = lower
-        self._transfer = transfer
+        self._fetches = None if transfer is None else transfer.fetches
+        self._arrivals: list[Arrivals[Any]] = [
+            source.arrivals for source in (lower, self._fetches) if source is not None
+        ]
         self._unmasked: dict[str, Request] = {}
         # Requests that are computed only if enough of their prompts is cached.
         self._undecided: list[Request] = []
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self._unmasked) + sum(map(len, self._waiting_for_blocks))
-
-    @property
-    def _waiting_for_blocks(self) -> list[Collection[Request]]:
-        below = [] if self._lower is None else [self._lower.waiting]
-        return below if self._transfer is None else [*below, self._transfer.fetches.waiting]
+        return len(self.queue) + len(self._unmasked) + sum(len(arrivals.waiting) for arrivals in self._arrivals)
 
     def enter(self, request: Request) -> None:
         """Receive a new request, before `place`."""
@@ -83,9 +83,9 @@ class WaitingRoom:
 
     def leave(self, request: Request) -> None:
         """Forget a request that has ended, wherever it waits."""
-        is_reading = self._lower is not None and self._lower.leave(request)
-        is_fetching = self._transfer is not None and self._transfer.fetches.leave(request)
-        if not (is_reading or is_fetching):
+        if self._fetches is not None:
+            self._fetches.give_back(request)
+        if not any(arrivals.leave(request) for arrivals in self._arrivals):
             self._take_out(request)
 
     def take_copies(self, now: float) -> list[CopyJob]:
@@ -124,9 +124,8 @@ class WaitingRoom:
 
         Requests that are next in the queue wait from now on if blocks are fetched for them.
         """
-        if self._transfer is None:
+        if (fetches := self._fetches) is None:
             return []
-        fetches = self._transfer.fetches
         for request in fetches.take_overdue(self._pace.now):
             self.place(request)
         self._take_out_next(
@@ -137,14 +136,14 @@ class WaitingRoom:
 
     def end_fetch(self, result: FetchResult) -> None:
         """Receive the end of a fetch; requests that waited for it take their places."""
-        assert self._transfer is not None
-        for request in self._transfer.fetches.end(result):
+        assert self._fetches is not None
+        for request in self._fetches.end(result):
             self.place(request)
 
     @property
     def has_fetches(self) -> bool:
         """True while a request waits until its blocks have been fetched from another service."""
-        return self._transfer is not None and len(self._transfer.fetches.waiting) > 0
+        return self._fetches is not None and len(self._fetches.arrivals.waiting) > 0
 
     def take_cold(self) -> Iterator[Request]:
         """Return the requests that are computed only if enough of their prompts is cached, and have not as much cached.
@@ -155,7 +154,7 @@ class WaitingRoom:
         for request in undecided:
             if request.finished:
                 continue
-            is_fetching = self._transfer is not None and request in self._transfer.fetches.waiting
+            is_fetching = self._fetches is not None and request in self._fetches.arrivals.waiting
             if is_fetching or (self._lower is not None and self._lower.seeks(request)):
                 self._undecided.append(request)
             elif self._is_cold(request):
@@ -169,11 +168,11 @@ class WaitingRoom:
     def num_found(self, request: Request) -> int:
         """Count the request's tokens that are in memory, stored as far as is known, or held by another service."""
         found = self._num_cached(request) if self._lower is None else self._lower.num_stored(request)
-        return found if self._transfer is None else max(found, self._transfer.fetches.num_held(request))
+        return found if self._fetches is None else max(found, self._fetches.num_held(request))
 
     def late_outside(self) -> list[Request]:
         """Return the requests outside of the queue that have waited too long."""
-        outside = chain(self._unmasked.values(), *self._waiting_for_blocks)
+        outside = chain(self._unmasked.values(), *(arrivals.waiting for arrivals in self._arrivals))
         return [r for r in outside if self._pace.now - r.arrived_at > self._pace.limit(r)]
 
     def late_in_queue(self, load: Load, num_tried: int, step_tokens: int) -> list[Request]:
@@ -208,7 +207,7 @@ class WaitingRoom:
         if not (len(self.queue) or self._unmasked):
             return []
         most = min(max(0, self._pace.num_places() - len(self._running)) + 1, FORESEEN)
-        undecided = [r for r in self._undecided if not (r.finished or any(r in w for w in self._waiting_for_blocks))]
+        undecided = [r for r in self._undecided if not (r.finished or any(a.find(r) for a in self._arrivals))]
         unmasked, first = islice(self._unmasked.values(), most), islice(self.queue.candidates(), most)
         return list(dict.fromkeys((*undecided, *unmasked, *first)))
 

@@ -219,7 +219,7 @@ class Simulation:
         num_preemptions = self.scheduler.counters.preemptions
         plans = self.scheduler.schedule()
         if plans is None:
-            is_reading = self.scheduler.lower is not None and self.scheduler.lower.waiting
+            is_reading = self.scheduler.lower is not None and self.scheduler.lower.arrivals.waiting
             transfer = self.scheduler.transfer
             # Blocks that are copied, or held for another service until a turn's end, may be all that is left.
             is_held = transfer is not None and transfer.offers.num_held > 0

@@ -239,7 +239,7 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
                     assert request.ticket is None
             case 2 if waiting:
                 request = waiting.pop(draw.randrange(len(waiting)))
-                assert fetches.leave(request)
+                assert fetches.arrivals.leave(request)
             case 3 if open_jobs:
                 job = open_jobs.pop(draw.randrange(len(open_jobs)))
                 filled = draw.randint(0, len(job.copies))
@@ -252,10 +252,10 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
         open_jobs += fetches.take_jobs()
         for job in open_jobs:
             job.is_begun = job.is_begun or draw.random() < 0.2
-        assert set(fetches.waiting) == set(waiting)
+        assert set(fetches.arrivals.waiting) == set(waiting)
         check_invariants(cache)
     for request in waiting[:]:
-        assert fetches.leave(request)
+        assert fetches.arrivals.leave(request)
     for job in open_jobs:
         assert fetches.end(FetchResult(job, 0, 0.1)) == []
     check_invariants(cache)

@@ -1,0 +1,123 @@
+"""Requests that wait outside of the queue until something of theirs has arrived: KV blocks, or knowledge of files.
+
+Threads do the jobs, and their ends are reported. No clock and no input or output here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from moeserve.plan import Request
+from radix_cache import Fill
+
+LEAST_WAIT_SECONDS = 5.0  # that requests wait for blocks, and for a search of files, at most
+_UNKNOWN_WAIT_SECONDS = 30.0  # the same while it is not known how long computing takes
+
+
+def longest_wait_s(compute_s: float) -> float:
+    """Return how long requests wait for blocks at most. compute_s: to compute these blocks, 0 if not known."""
+    return max(compute_s, LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Job:
+    """Work of threads. is_cancelled: its result is not wanted any more. is_begun: a thread does it, and ends it soon
+    after it is cancelled; always False for a disk, which may hang."""
+
+    is_cancelled: bool = False
+    is_begun: bool = False
+
+
+J = TypeVar("J", bound=Job)
+
+
+@dataclass(eq=False, slots=True)
+class Arrival(Generic[J]):
+    """A job, and the requests that wait for its end until `deadline`. fill: the blocks that it fills, None for none."""
+
+    job: J
+    deadline: float
+    fill: Fill | None
+    waiting: list[Request] = field(default_factory=list)
+
+
+class Arrivals(Generic[J]):
+    """What is on its way, by its job. Once nobody waits for an arrival any more its job is cancelled and its lease
+    released; its blocks are free when the job has ended."""
+
+    def __init__(self) -> None:
+        self._open: dict[J, Arrival[J]] = {}
+        self._of_request: dict[Request, Arrival[J]] = {}
+        self._new_jobs: list[J] = []
+
+    @property
+    def waiting(self) -> Collection[Request]:
+        return self._of_request.keys()
+
+    @property
+    def jobs(self) -> Collection[J]:
+        """The jobs that have not ended, cancelled ones too."""
+        return self._open.keys()
+
+    def find(self, request: Request) -> Arrival[J] | None:
+        """Return what a request waits for, None if it does not wait here."""
+        return self._of_request.get(request)
+
+    def begin(self, job: J, deadline: float, fill: Fill | None = None) -> Arrival[J]:
+        self._new_jobs.append(job)
+        arrival = self._open[job] = Arrival(job, deadline, fill)
+        return arrival
+
+    def wait(self, request: Request, arrival: Arrival[J]) -> None:
+        """Let a request wait until `end`, `leave` or `take_overdue` returns it."""
+        arrival.waiting.append(request)
+        self._of_request[request] = arrival
+
+    def leave(self, request: Request) -> bool:
+        """Forget a request that has ended. Return whether it waited."""
+        arrival = self._of_request.pop(request, None)
+        if arrival is None:
+            return False
+        arrival.waiting.remove(request)
+        if not arrival.waiting:
+            _give_up(arrival)
+        return True
+
+    def take_overdue(self, now: float) -> tuple[int, list[Request]]:
+        """Cancel what has not arrived in time. Return its number, and the requests that wait no longer.
+
+        Of a job that has begun something may have arrived: its requests wait for its end.
+        """
+        overdue = [one for one in self._open.values() if now > one.deadline and not one.job.is_cancelled]
+        requests: list[Request] = []
+        for arrival in overdue:
+            if arrival.job.is_begun:
+                arrival.job.is_cancelled = True
+            else:
+                requests += self._dismiss(arrival)
+                _give_up(arrival)
+        return len(overdue), requests
+
+    def take_jobs(self) -> list[J]:
+        """Return the jobs that have come since the last call."""
+        jobs, self._new_jobs = self._new_jobs, []
+        return jobs
+
+    def end(self, job: J) -> tuple[Arrival[J], list[Request]]:
+        """Return what has arrived, and the requests that waited for it."""
+        arrival = self._open.pop(job)
+        return arrival, self._dismiss(arrival)
+
+    def _dismiss(self, arrival: Arrival[J]) -> list[Request]:
+        requests, arrival.waiting = arrival.waiting, []
+        for request in requests:
+            del self._of_request[request]
+        return requests
+
+
+def _give_up(arrival: Arrival[J]) -> None:
+    arrival.job.is_cancelled = True
+    if arrival.fill is not None:
+        arrival.fill.release()
