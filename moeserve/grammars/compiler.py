@@ -5,6 +5,8 @@ The limits count work, not time, so that a grammar fails at the same token on ev
 
 from __future__ import annotations
 
+import re
+
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # Limits for one grammar: ambiguity, work of one mask, and memory (a state of the lexer takes 1 to 2 kB).
@@ -12,6 +14,14 @@ _MAX_ITEMS_IN_ROW = 1000
 _MAX_ITEMS_PER_STEP = 10_000
 _MAX_LEXER_STATES = 20_000
 _MAX_SYMBOLS = 200_000
+
+# Of an error's text: lines of the grammar's source, marks under them, the definition that was compiled, compiled
+# patterns and the list of special tokens.
+_OF_THE_GRAMMAR = re.compile(
+    r"^ *\d+ \|.*\n?|^ *\^+ *\n?|^  while processing .*|(?<=Regex is empty):.*|; following special tokens are .*",
+    re.MULTILINE,
+)
+_AT_SCHEMA = re.compile(r"(at \d+\(\d+\): )?failed to compile JSON schema: ")
 
 
 class GrammarError(Exception):
@@ -49,6 +59,6 @@ def error_in(tokens: LLTokenizer, grammar: str) -> str | None:
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """Return the error of a failed matcher without its last lines, which hold placeholders or the grammar itself."""
-    text: str = matcher.get_error()
-    return text.removesuffix("<non-verbose/>").strip()
+    """Return the error of a failed matcher without what it shows of the grammar and of names in it."""
+    text = _OF_THE_GRAMMAR.sub("", matcher.get_error().removesuffix("<non-verbose/>"))
+    return _AT_SCHEMA.sub("", text).strip()

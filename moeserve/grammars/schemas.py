@@ -41,6 +41,22 @@ def find_error(schema: Any, fails: Callable[[Any], bool]) -> list[str | int]:
     return path
 
 
+def without(schema: Any, path: SchemaPath) -> Any:
+    """Return a schema without the word that a path of `find_error` ends in, or without what the schema there says."""
+    if not path or not isinstance(schema, dict) or path[0] not in schema:
+        return {}
+    word, *rest = path
+    if not rest:
+        return {other: value for other, value in schema.items() if other != word}
+    inner = schema[word]
+    if word in _BY_NAME or isinstance(inner, list):
+        inner = inner.copy()
+        inner[rest[0]] = without(inner[rest[0]], tuple(rest[1:]))
+    else:
+        inner = without(inner, tuple(rest))
+    return {**schema, word: inner}
+
+
 def _keyword_at_fault(
     schema: dict[str, Any], definitions: dict[str, Any], fails: Callable[[Any], bool]
 ) -> Iterator[str]:

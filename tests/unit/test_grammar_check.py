@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from moeserve.frontend.dialects.formats import Constraint, constraint_of
-from moeserve.frontend.dialects.internal import OutputFormat
+from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
 from moeserve.frontend.errors import ApiError
+from moeserve.frontend.prepare.grammar_check import GrammarCheck
 from moeserve.frontend.prepare.messages import Watch
-from moeserve.frontend.prepare.prepare import GrammarCheck
 from moeserve.grammars.schemas import find_error
 from moeserve.plan import SamplingParams
 from tests.support.tiny_model import EOS, write_model_dir
@@ -60,6 +60,8 @@ def schema(value: Any) -> Constraint:
         ({"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}}, ".properties.a.$ref"),
         ({"$defs": {"x": {"enum": 3}}, "items": {"$ref": "#/$defs/x"}}, ".$defs.x.enum"),
         ({"$ref": "https://example.org/schema"}, ".$ref"),
+        ({"$defs": {"x": {"pattern": "(?=a)"}}, "items": {"$ref": "#/$defs/x"}}, ".$defs.x.pattern"),
+        ({"properties": {"a": {"const": 2**60 + 1}, "b": {"type": "no"}}}, ".properties.b.type"),
         (False, ""),
     ],
 )
@@ -67,6 +69,23 @@ def test_an_error_names_its_place_in_the_schema(check: Checks, value: Any, path:
     error = check.refusal(schema(value))
     assert error.param == IN_FORMAT + path
     assert f"`{IN_FORMAT}{path}`" in error.message
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (OutputFormat("json_schema", {"pattern": "(?=a)"}), "regex parse error: (?=a) error: look-around, "),
+        (OutputFormat("json_schema", {"type": "string", "pattern": "^a$", "maxLength": 0}), "Regex is empty"),
+        (OutputFormat("regex", "(?=a)b"), "look-around, including look-ahead and look-behind, is not supported"),
+        (OutputFormat("grammar", "start: x"), 'unknown name: "x"'),
+        (OutputFormat("structural_tag", StructuralTags((Tag("<", "<a>", {"required": None}, ""),))), "got null"),
+    ],
+)
+def test_a_reason_shows_nothing_of_the_grammar(check: Checks, form: OutputFormat, reason: str) -> None:
+    message = check.refusal(constraint_of(form)).message
+    assert reason in message
+    for part in (" | ", "start:", "%json", "^^", "SearchRegex"):
+        assert part not in message
 
 
 @pytest.mark.parametrize(

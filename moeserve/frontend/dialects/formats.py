@@ -336,11 +336,15 @@ def of_calls(lark: str, form: OutputFormat | None, ids: Mapping[str, int] = _NO_
 
 def of_schema(schema: Any, where: str) -> Constraint:
     """Return the constraint of a JSON schema. Raise ApiError for one that is too large or too deep."""
-    prepared = prepare_schema(schema, where)
     try:
-        return Constraint(_whole([part_of(prepared)]), where, prepared)
+        return of_prepared(prepare_schema(schema, where), where)
     except LargeNumberError as error:
         raise unenforceable(where, error.path, str(error)) from None
+
+
+def of_prepared(schema: Any, where: str) -> Constraint:
+    """Return the constraint of a schema that has its spacing in `x-guidance`. Raise LargeNumberError."""
+    return Constraint(_whole([part_of(schema)]), where, schema)
 
 
 def json_expression(prepared: Any, where: str) -> str:

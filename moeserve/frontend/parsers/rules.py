@@ -99,6 +99,10 @@ def literal(text: str) -> str:
 
 
 def json_value(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """Return the expression for JSON of a schema. Unless it is strict, words that llguidance lacks are passed over."""
-    spaced = {**enforceable(schema, "tools"), "x-guidance": {**_SPACING, "lenient": not strict}}
-    return json_expression(spaced, "tools")
+    """Return the expression for JSON of a schema."""
+    return json_expression(spaced(schema, strict=strict), "tools")
+
+
+def spaced(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """Return a schema with the spacing of calls. Unless it is strict, words that llguidance lacks are passed over."""
+    return {**enforceable(schema, "tools"), "x-guidance": {**_SPACING, "lenient": not strict}}

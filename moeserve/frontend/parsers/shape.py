@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest
+from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, Tool
 from moeserve.frontend.errors import invalid
 from moeserve.frontend.parsers.call_grammars import call_grammar
 from moeserve.frontend.parsers.families import CALLS, REASONING, choose_families
@@ -104,8 +104,7 @@ class OutputShape:
         forced = choice.mode == "required"
         if forced and self.calls == "none":
             raise invalid("`tool_choice` asks for a call, but this server reads none from its model", "tool_choice")
-        looks = self.looks_for_calls(request)
-        tools = [tool for tool in request.tools if not choice.names or tool.name in choice.names] if looks else []
+        tools = self.callable_tools(request)
         holds_calls = bool(tools) and (forced or has_format or bool(choice.names) or any(t.strict for t in tools))
         if not holds_calls and not (has_format and (self.is_harmony or self.reasoning != "none")):
             return None
@@ -120,6 +119,11 @@ class OutputShape:
             reasoning=REASONING.get(self.reasoning),
             has_format=has_format,
         )
+
+    def callable_tools(self, request: GenerateRequest) -> list[Tool]:
+        """Return the tools that the model may call."""
+        tools = request.tools if self.looks_for_calls(request) else ()
+        return [tool for tool in tools if not request.tool_choice.names or tool.name in request.tool_choice.names]
 
     def looks_for_calls(self, request: GenerateRequest) -> bool:
         """Return whether answers of the request may hold calls."""

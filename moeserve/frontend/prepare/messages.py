@@ -75,12 +75,19 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
         return 0 if self.earlier is None else self.earlier.num_bytes
 
 
+class Relaxed(msgspec.Struct, frozen=True):
+    """A tool whose schema is enforced without some of its words. paths: of these words."""
+
+    tool: str
+    paths: tuple[str, ...]
+
+
 class Prepared(msgspec.Struct, frozen=True, tag_field="reply"):
     """A request whose text work is done: prompts are token ids, the grammar is checked and part of `sampling`.
 
     The request keeps of its prompts and tools what its answer needs (`for_answer`). wishes: of each prompt, None where
     nothing is asked of the cache. prompt_texts: of each prompt if the answer shows them. prediction: the tokens of the
-    text that the client predicts.
+    text that the client predicts. relaxed: tools, for the log.
     """
 
     request: GenerateRequest
@@ -88,6 +95,7 @@ class Prepared(msgspec.Struct, frozen=True, tag_field="reply"):
     wishes: list[CacheWish] | None = None
     prompt_texts: list[PromptText] = []
     prediction: Int32s = msgspec.field(default_factory=lambda: array("i"))
+    relaxed: tuple[Relaxed, ...] = ()
 
 
 class Prefix(msgspec.Struct, frozen=True, tag_field="reply"):

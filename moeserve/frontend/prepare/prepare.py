@@ -7,42 +7,39 @@ ended; the event loop calls it itself for small bodies that need neither templat
 
 from __future__ import annotations
 
-import hashlib
-import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from llguidance import LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, responses
-from moeserve.frontend.dialects.formats import (
-    Constraint,
-    ascii_classes,
-    constrain,
-    constraint_of,
-    of_calls,
-    unenforceable,
+from moeserve.frontend.dialects.formats import Constraint, constraint_of, of_calls
+from moeserve.frontend.dialects.internal import (
+    CacheOptions,
+    ChatPrompt,
+    GenerateRequest,
+    ModelFacts,
+    Tool,
+    ToolChoice,
 )
-from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.errors import ApiError, check_choices, context_length_exceeded, invalid, longest_output
 from moeserve.frontend.http import inflate
 from moeserve.frontend.parsers.shape import OutputShape
+from moeserve.frontend.prepare.grammar_check import GrammarCheck
 from moeserve.frontend.prepare.messages import (
     Ask,
     Body,
     NeedsEarlier,
     Prefix,
     Prepared,
+    Relaxed,
     Reply,
     Stage,
     Watch,
@@ -50,102 +47,7 @@ from moeserve.frontend.prepare.messages import (
 )
 from moeserve.frontend.prepare.templates import ChatTemplate, guard_prompt
 from moeserve.frontend.text import NO_IDS, PieceMemory, PromptText, TextTokenizer, decode_prompt, prompt_tail
-from moeserve.grammars.compiler import GrammarError, error_in
-from moeserve.grammars.large_numbers import LargeNumberError, part_of
-from moeserve.grammars.schemas import find_error
-from moeserve.grammars.tokens import load_tokens
 from moeserve.plan import CacheWish, SamplingParams
-
-_KEPT_VERDICTS = 256
-_SECONDS_TO_LOCATE = 0.5  # of processor time; finding the place of an error compiles parts of the schema again
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of a check. error: the reason why the grammar is refused, None if it is not. path: of the error in the
-    schema. grammar: the text, if it is another than the constraint's."""
-
-    error: str | None = None
-    path: tuple[str | int, ...] = ()
-    grammar: str | None = None
-
-
-class GrammarCheck:
-    """Checks grammars with a model's tokens, which are loaded for the first one, and keeps verdicts."""
-
-    def __init__(self, tokenizer_json: Path, watch: Watch, tokens: LLTokenizer | None = None) -> None:
-        """tokens: of the model, if they are loaded already."""
-        self._tokenizer_json = tokenizer_json
-        self._watch = watch
-        self._tokens = tokens
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-
-    def load(self, eos_token_ids: Sequence[int]) -> LLTokenizer:
-        """Return the model's tokens, loaded once. Raise GrammarError."""
-        if self._tokens is None:
-            self._tokens = load_tokens(self._tokenizer_json, list(eos_token_ids))
-        return self._tokens
-
-    def constrain(
-        self, constraint: Constraint, sampling: SamplingParams, eos_token_ids: Sequence[int]
-    ) -> SamplingParams:
-        """Return the sampling parameters with the constraint's grammar. Raise ApiError (400) if it is not valid."""
-        verdict = self._verdict(constraint, eos_token_ids)
-        if verdict.error is not None:
-            raise _refusal(constraint, verdict)
-        return constrain(sampling, verdict.grammar or constraint.grammar, eos_token_ids)
-
-    def _verdict(self, constraint: Constraint, eos_token_ids: Sequence[int]) -> Verdict:
-        text = f"{constraint.grammar}\0{constraint.bnf or ''}"
-        key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        known = self._verdicts.get(key)
-        if known is not None:
-            self._verdicts.move_to_end(key)
-            return known
-        # Loading the model's tokens does not count as the request's time.
-        self._watch.leave()
-        try:
-            tokens = self.load(eos_token_ids)
-        except GrammarError as error:
-            return Verdict(str(error))
-        verdict = self._judge(tokens, constraint)
-        self._verdicts[key] = verdict
-        if len(self._verdicts) > _KEPT_VERDICTS:
-            self._verdicts.popitem(last=False)
-        return verdict
-
-    def _judge(self, tokens: LLTokenizer, constraint: Constraint) -> Verdict:
-        """Compile a grammar. The process ends if that takes more processor time than it may."""
-        grammar = constraint.grammar
-        self._watch.enter(Stage.GRAMMAR, field=constraint.where)
-        if constraint.bnf is not None:
-            try:
-                grammar = constraint.with_lark(ascii_classes(any_to_lark(constraint.bnf)))
-            except Exception as failure:  # The converter raises whatever its parser does.
-                return Verdict(f"it is not valid GBNF: {failure}")
-        error = error_in(tokens, grammar)
-        if error is None:
-            return Verdict(grammar=None if constraint.bnf is None else grammar)
-        self._watch.enter(Stage.LOCATE, field=constraint.where)
-        deadline = time.process_time() + _SECONDS_TO_LOCATE
-        path = find_error(constraint.schema, lambda schema: _fails_alike(tokens, schema, error, deadline))
-        return Verdict(error, tuple(path))
-
-
-def _refusal(constraint: Constraint, verdict: Verdict) -> ApiError:
-    return unenforceable(constraint.where, verdict.path, verdict.error or "")
-
-
-def _fails_alike(tokens: LLTokenizer, schema: Any, error: str, deadline: float) -> bool:
-    """Return whether a schema fails with this error; False when the time is up."""
-    if time.process_time() > deadline:
-        return False
-    try:
-        grammar = msgspec.json.encode({"grammars": [part_of(schema)]}).decode()
-    except LargeNumberError:
-        return False
-    return error_in(tokens, grammar) == error
-
 
 _MANY_BYTES = 4  # a text with more bytes than this per token that fits is counted before it is tokenised
 READERS: dict[str, Callable[[bytes, ModelFacts], GenerateRequest]] = {
@@ -241,16 +143,11 @@ class Preparer:
         request = self._with_starts(request, prompts)
         if idle := self._without_effect(request, facts):
             request = replace(request, ignored=tuple(sorted({*request.ignored, *idle})))
-        constraint = self._constraint(request, prompts[0])
-        if constraint is not None:
-            if request.beams is not None:
-                raise invalid(
-                    "A bound form of the answer cannot be used together with `use_beam_search`", "use_beam_search"
-                )
-            if self._programs is None:
-                raise NotHere
-            sampling = self._programs.grammars.constrain(constraint, request.sampling, facts.eos_token_ids)
-            request = replace(request, sampling=sampling)
+        sampling, relaxed = self._constrained(request, prompts[0], facts.eos_token_ids)
+        if request.beams is not None and sampling.grammar is not None:
+            message = "A bound form of the answer cannot be used together with `use_beam_search`"
+            raise invalid(message, "use_beam_search")
+        request = replace(request, sampling=sampling)
         wishes = None
         if asks_cache(request.cache, keeps_states=facts.keeps_states):
             wishes = []
@@ -265,7 +162,7 @@ class Preparer:
         if request.prediction and (request.beams is not None or not facts.drafts):
             request = replace(request, prediction="", ignored=tuple(sorted({*request.ignored, "prediction"})))
         prediction = self._predicted(request, facts)
-        return Prepared(for_answer(request), prompts, wishes, texts, prediction)
+        return Prepared(for_answer(request), prompts, wishes, texts, prediction, relaxed)
 
     def _without_effect(self, request: GenerateRequest, facts: ModelFacts) -> list[str]:
         """Return the fields without effect: budgets for thoughts if the model has none, and switches that its template
@@ -302,13 +199,40 @@ class Preparer:
         shown = text[: most * self._tokenizer.longest_token]
         return array("i", self._tokenizer.encode(shown, add_special_tokens=False))[:most]
 
-    def _constraint(self, request: GenerateRequest, prompt: array[int]) -> Constraint | None:
-        """Return the grammar that the request's format, its tools or the model's reasoning need, if any."""
+    def _constrained(
+        self, request: GenerateRequest, prompt: array[int], eos_token_ids: Sequence[int]
+    ) -> tuple[SamplingParams, tuple[Relaxed, ...]]:
+        """Return the sampling parameters with the grammar that the request needs, if any, and the tools whose schemas
+        have lost words for it. Raise ApiError, NotHere."""
         tail, ids = prompt_tail(self._tokenizer, prompt), self._tokenizer.added_ids
-        calls = self._shape.grammar(request, tail, ids)
-        if calls is not None:
-            return of_calls(calls, request.output_format, ids)
-        return None if request.output_format is None else constraint_of(request.output_format, ids)
+        form, tools = request.output_format, self._shape.callable_tools(request)
+
+        def calls_of(tool: Tool) -> str:
+            alone = replace(request, tools=(tool,), tool_choice=ToolChoice("required"), output_format=None)
+            return self._shape.grammar(alone, tail, ids) or ""
+
+        def constrained(request: GenerateRequest) -> SamplingParams:
+            calls = self._shape.grammar(request, tail, ids)
+            if calls is not None:
+                return check(of_calls(calls, form, ids))
+            return request.sampling if form is None else check(constraint_of(form, ids))
+
+        def check(constraint: Constraint) -> SamplingParams:
+            if self._programs is None:
+                raise NotHere
+            return self._programs.grammars.constrain(constraint, request.sampling, eos_token_ids)
+
+        try:
+            return constrained(request), ()
+        except ApiError:
+            if form is not None:
+                check(constraint_of(form, ids))
+            if not tools or self._programs is None:
+                raise
+            relaxed, news = self._programs.grammars.relax(tools, calls_of, eos_token_ids)
+            if relaxed == tools:
+                raise
+            return constrained(replace(request, tools=tuple(relaxed))), tuple(news)
 
     def _shown(
         self, request: GenerateRequest, prompt: ChatPrompt | str | list[int], token_ids: array[int]

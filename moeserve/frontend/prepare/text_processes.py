@@ -26,6 +26,7 @@ from moeserve.frontend.prepare.messages import (
     SIZE_BYTES,
     Ask,
     Defect,
+    Prepared,
     Reply,
     Stage,
     least_seconds,
@@ -294,6 +295,9 @@ class TextProcesses:
             if isinstance(reply, Defect):
                 log.error("text_process_failed", exception=reply.trace)
                 reply = internal_error()
+            if isinstance(reply, Prepared):
+                for one in reply.relaxed:
+                    log.warning("tool_schema_relaxed", tool=one.tool, without=one.paths)
         except Exception as error:  # A defect, or a process that cannot be started.
             log.error("text_process_failed", exc_info=error)
             reply = internal_error()
