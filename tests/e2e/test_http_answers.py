@@ -92,6 +92,9 @@ def test_usage_grows_with_every_chunk_on_request(client: OpenAI) -> None:
     counts = [chunk.usage.completion_tokens for chunk in complete(client, stream=True, stream_options=options)]
     assert counts == sorted(counts)
     assert counts[-1] == NUM_TOKENS
+    first, *rest = chat(client, stream=True, stream_options=options)
+    assert (first.choices[0].delta.role, first.usage.completion_tokens, first.usage.total_tokens) == ("assistant", 0, 6)
+    assert all(chunk.usage.completion_tokens for chunk in rest)
 
 
 def test_n_choices_share_the_prompt_and_have_seeds_of_their_own(server: Frontend, client: OpenAI) -> None:

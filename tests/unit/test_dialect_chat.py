@@ -237,6 +237,9 @@ def test_a_stream_begins_with_the_role_and_ends_with_reason_and_usage() -> None:
 
 def test_usage_goes_with_every_event_where_the_client_asks_for_that() -> None:
     writer = formatter(stream=True, stream_options={"continuous_usage_stats": True})
+    first, second = event(writer.start(0, USAGE))["usage"], event(writer.start(1, USAGE))["usage"]
+    assert (first["prompt_tokens"], first["completion_tokens"], first["total_tokens"]) == (5, 0, 5)
+    assert second["completion_tokens"] == 2
     assert event(writer.delta(Delta(0, "a"), USAGE))["usage"]["completion_tokens"] == 2
 
 

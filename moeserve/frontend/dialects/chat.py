@@ -304,9 +304,12 @@ class ChatFormatter(Formatter):
         self._is_legacy = msgspec.json.decode(request.repeated, type=_Repeated).is_legacy
         chunk = {**self._head, "object": "chat.completion.chunk", "system_fingerprint": fingerprint}
         self._events = internal.EventWriter(chunk, request)
+        self._has_begun = False
 
     def start(self, index: int, usage: Usage) -> bytes:
-        return self._events.choice(index, b'"delta":{"role":"assistant","content":""}')
+        before = usage if self._has_begun else internal.Usage(usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+        self._has_begun = True
+        return self._events.choice(index, b'"delta":{"role":"assistant","content":""}', usage=before)
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
         content = b'"delta":' + msgspec.json.encode(_new_parts(delta, self._is_legacy))
