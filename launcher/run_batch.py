@@ -20,7 +20,7 @@ import msgspec
 from launcher.own_service import ServiceGone, ServiceNotStarted, ask_patiently, own_service
 from launcher.server_client import optional_server_option
 from moeserve.bench.client import Endpoint, ExchangeError, Response, error_message
-from moeserve.frontend.store.batches import BatchLine, read_line, result_line
+from moeserve.frontend.dialects.batch_lines import BatchLine, read_line, repeated, result_line
 
 
 @click.command(name="run-batch")
@@ -90,7 +90,11 @@ def read_input(source: Path) -> Iterator[BatchLine]:
     with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield read_line(number, line, seen)
+                job = read_line(number, line)
+                if job.custom_id is not None and job.custom_id in seen:
+                    job = BatchLine(number, problem=repeated(number, job.custom_id))
+                seen.add(job.custom_id or "")
+                yield job
 
 
 class Results:

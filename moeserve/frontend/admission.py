@@ -41,7 +41,6 @@ def read_terms(
     secret: of the namespaces of keys. slo: the service's. detached: nobody waits for the answer.
     """
     identity: Identity = scope["state"]["identity"]
-    background = background or "batch_line" in scope["state"]
     if priority < 0 and not identity.may_hurry:
         raise forbidden(
             "A `priority` below 0 needs a key that may ask for it: one with the role `admin`, or with `priority=yes` "

@@ -26,7 +26,7 @@ from moeserve.frontend.pages import PageGate
 from moeserve.frontend.route import RouteTable
 from moeserve.frontend.routes.cache import load_public_prefixes, publish_prefixes
 from moeserve.frontend.routes.generate import TELLING_HEADERS
-from moeserve.frontend.routes.table import BATCH_ROUTES, ROUTES, Endpoints
+from moeserve.frontend.routes.table import ROUTES, Endpoints
 from moeserve.frontend.services import Services
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.store import Bounds, Store
@@ -72,7 +72,7 @@ def create_app(services: Services) -> Starlette:
     owner = Owner(services.run.store_file)
     jobs = Jobs(services, store, owner, keys.holder)
     endpoints = Endpoints(services, store, jobs, owner.name)
-    batches = Batches(services, store, owner, keys.holder, {path: of(endpoints) for path, of in BATCH_ROUTES.items()})
+    batches = Batches(services, store, owner, keys.holder)
     table = RouteTable(ROUTES)
 
     @asynccontextmanager

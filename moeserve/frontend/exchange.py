@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any
 
 from moeserve.frontend.dialects import chat, completions, messages, responses_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts, Usage
+from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX
 from moeserve.frontend.errors import ApiError, context_length_exceeded, invalid, longest_output, unavailable
 from moeserve.frontend.keys import Identity, cache_namespace
 from moeserve.frontend.metrics import Metrics
@@ -34,10 +36,21 @@ FORMATTERS: dict[Kind, MakeFormatter] = {
     "responses": responses_answer.ResponsesFormatter,
     "warm": chat.WarmFormatter,
 }
+ID_PREFIXES: dict[Kind, str] = {
+    "chat": "chatcmpl-",
+    "completions": "cmpl-",
+    "messages": "msg_",
+    "responses": RESPONSE_PREFIX,
+    "warm": "warm-",
+}
 
 TOKENS_AT_ONCE = 256  # with log probabilities, in one write
 # Lets one long answer work in a turn of the event loop, and any number of others.
 Turns = AbstractAsyncContextManager[None]
+
+
+def new_answer_id(kind: Kind) -> str:
+    return ID_PREFIXES[kind] + secrets.token_hex(12)
 
 
 def generates_of(
@@ -234,6 +247,31 @@ class Progress:
         }
         if self._first is not None:
             log_fields["ttft_ms"] = round(1000 * (self._first - self._arrival), 1)
+
+
+async def whole(group: RequestGroup, answer: Answer, progress: Progress, turns: Turns) -> list[Delta]:
+    """Wait for the whole answer, and return its choices."""
+    try:
+        while answer.num_open:
+            batch = await group.next()
+            for number in range(len(batch)):
+                async with turns:
+                    answer.keep(take(group, answer, batch[number : number + 1], progress))
+                    # An output may bring a whole prompt's tokens with it.
+                    await asyncio.sleep(0)
+    except EngineGone as error:
+        raise engine_unavailable(error) from error
+    return answer.choices()
+
+
+def take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
+    """Return the deltas of a batch of outputs, and tell the engine about stop strings that were found."""
+    progress.record(batch)
+    if group.num_deaths:
+        answer.resume()
+    deltas = [delta for choice, output in batch for delta in answer.take(choice, output)]
+    tell_engine(answer, group)
+    return deltas
 
 
 class DeltaWriter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,27 +31,31 @@ class ClientDisconnected(Exception):
 
 
 async def receive_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """Return the whole body of a request. Raise ClientDisconnected, and ApiError: 413 as soon as it is too large, 408
-    when it takes too long."""
+    """Return the whole body of a request. Raise as `body_chunks`."""
+    return b"".join([chunk async for chunk in body_chunks(scope, receive, max_bytes)])
+
+
+async def body_chunks(scope: Scope, receive: Receive, max_bytes: int) -> AsyncIterator[bytes]:
+    """Yield the body of a request as it arrives. Raise ClientDisconnected, and ApiError: 413 as soon as it is too
+    large, 408 when it takes too long."""
     declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if declared.isdigit():
         _check_body(int(declared), max_bytes)
-    chunks: list[bytes] = []
-    size, seconds = 0, limits.RECEIVE_TIMEOUT_S
-    try:
-        async with asyncio.timeout(seconds):
-            while True:
+    size, has_more = 0, True
+    due = asyncio.get_running_loop().time() + limits.RECEIVE_TIMEOUT_S
+    while has_more:
+        try:
+            async with asyncio.timeout_at(due):
                 message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnected
-                chunks.append(message.get("body", b""))
-                size += len(chunks[-1])
-                _check_body(size, max_bytes)
-                if not message.get("more_body", False):
-                    return b"".join(chunks)
-    except TimeoutError:
-        text = f"The body did not arrive within {seconds:g} s"
-        raise ApiError(408, text, code="request_timeout", close=True) from None
+        except TimeoutError:
+            text = f"The body did not arrive within {limits.RECEIVE_TIMEOUT_S:g} s"
+            raise ApiError(408, text, code="request_timeout", close=True) from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        chunk, has_more = message.get("body", b""), message.get("more_body", False)
+        size += len(chunk)
+        _check_body(size, max_bytes)
+        yield chunk
 
 
 def _check_body(size: int, max_bytes: int) -> None:

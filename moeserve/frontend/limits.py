@@ -84,13 +84,11 @@ MAX_JOB_TRIES = 5
 MAX_IDEMPOTENCY_KEY_CHARS = 255
 # Files and batches of requests.
 MAX_FILE_BYTES = 32 * 2**20
-MAX_UPLOADS = 2  # files that one HTTP process receives at once
 MAX_FILES_PER_KEY = 1024
 MAX_FILE_NAME_CHARS = 255
 MAX_OPEN_BATCHES_PER_KEY = 64
 MAX_BATCH_LINES = 50_000
 MAX_BATCH_ERRORS = 50  # invalid lines that a failed batch lists
-BATCHES_AT_ONCE = 4  # batches that one HTTP process works on, at most one of each key
 BATCH_AT_ONCE = 16  # requests of one batch that run at once
 # Seconds for which an idempotency key is known after its answer was complete.
 IDEMPOTENCY_KEY_S = 24 * 3600.0

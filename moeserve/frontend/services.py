@@ -214,21 +214,27 @@ class Services:
             self.admission.on_load(stats.load)
 
     async def prepare(
-        self, kind: Kind, body: bytes, scope: Scope, *, reports: bool = False, lend: Lend | None = None
+        self,
+        kind: Kind,
+        body: bytes,
+        identity: Identity,
+        *,
+        coding: bytes | None = None,
+        reports: bool = False,
+        lend: Lend | None = None,
     ) -> Reply:
-        """Return the prepared request of a body, or the error that its client gets.
+        """Return the prepared request of a caller's body, or the error that its client gets.
 
-        reports: the answer tells about the prompt cache. lend: gives the earlier responses that the body refers to.
-        Raise ApiError: 415, and 503 while the model loads.
+        coding: in which the body came. reports: the answer tells about the prompt cache. lend: gives the earlier
+        responses that the body refers to. Raise ApiError (503) while the model loads.
         """
-        identity: Identity = scope["state"]["identity"]
         ask = Ask(
             kind,
             self.check_serving(),
             owner=identity.digest,
             tells_salts=identity.is_admin,
             reports=reports,
-            coding=content_coding(scope["headers"]),
+            coding=coding,
             max_bytes=self.run.config.max_request_bytes,
             max_choices=most_choices(self.capacity),
         )
@@ -241,8 +247,10 @@ class Services:
     async def receive(self, kind: Kind, scope: Scope, receive: Receive) -> Reply:
         """Receive the body of a request; return as `prepare`. Raise ApiError, and ClientDisconnected."""
         self.check_serving()
+        coding = content_coding(scope["headers"])
         body = await receive_body(scope, receive, self.run.config.max_request_bytes)
-        return await until_disconnect(receive, self.prepare(kind, body, scope))
+        asking = self.prepare(kind, body, scope["state"]["identity"], coding=coding)
+        return await until_disconnect(receive, asking)
 
     async def prepare_own(self, kind: Kind, body: bytes) -> Reply:
         """Return the reply to an operator's body."""

@@ -15,6 +15,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from moeserve.frontend import limits
 from moeserve.plan import BACKGROUND_PRIORITY
 from moeserve.wire import Abort, Generate
 from tests.support.fake_engine import admit_only, say
@@ -157,6 +158,82 @@ def test_what_cannot_be_done_is_refused(server: Frontend, client: OpenAI) -> Non
     for hostile in (b"\r\n--b" * 100_000, b"--b\r\n" + b"x\r\n" * 100_000 + b"\r\n\r\n--b--\r\n"):
         assert server.http.post("/v1/files", content=hostile, headers=headers).status_code == 400
     assert server.http.post("/v1/files", json={}, headers={"authorization": "Bearer first"}).status_code == 415
+
+
+class Peak:
+    """The growth of the largest of a frontend's processes within a block, in MiB."""
+
+    def __init__(self, server: Frontend) -> None:
+        pid = server.process.pid
+        self._pids = [pid, *_children(pid), *(pid for nursery in _children(pid) for pid in _children(nursery))]
+
+    def __enter__(self) -> Peak:
+        for pid in self._pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+        self._before = {pid: _resident(pid, "VmRSS") for pid in self._pids}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.mebibytes = max(_resident(pid, "VmHWM") - before for pid, before in self._before.items()) / 1024
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _resident(pid: int, field: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+FULL = limits.MAX_FILE_BYTES - 1000
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"0\n" * 2**22, "line 1: Expected `object`, got `int`"),
+        (b"\n" * FULL, "the file holds no request"),
+        (
+            b'{"body": [' + b"{}," * (FULL // 3 - 20) + b"{}]}",
+            "line 1: it is longer than 4194304 bytes",
+        ),
+        (b'{"custom_id": "a", "body": [' + b"{}," * 2**20 + b"{}]}\n", "line 1: it has more than 524288 commas"),
+        (line("a").encode() + b"\n" + b" " * 2**23 + b"\n", "line 2: it is longer than 4194304 bytes"),
+    ],
+    ids=["no objects", "no lines", "one line", "many values", "spaces"],
+)
+def test_a_file_of_no_requests_fails_in_little_memory(
+    server: Frontend, client: OpenAI, content: bytes, problem: str
+) -> None:
+    with Peak(server) as peak:
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        batch = ended(client, batch)
+    assert (batch.status, batch.errors.data[0].message) == ("failed", problem)
+    assert len(batch.errors.data) <= limits.MAX_BATCH_ERRORS
+    assert peak.mebibytes < 32
+
+
+def test_a_batch_has_so_many_requests(client: OpenAI) -> None:
+    lines = [line(str(number)) for number in range(limits.MAX_BATCH_LINES + 1)]
+    batch = ended(client, begun(client, *lines))
+    assert (batch.status, batch.errors.data[0].message) == ("failed", "a batch takes at most 50000 requests")
+
+
+def test_slow_downloads_hold_little_of_their_file(server: Frontend, client: OpenAI) -> None:
+    file = client.files.create(file=("in.jsonl", bytes(FULL)), purpose="batch")
+    head = f"GET /v1/files/{file.id}/content HTTP/1.1\r\nhost: x\r\nauthorization: Bearer first\r\n\r\n"
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    with ExitStack() as stack, Peak(server) as peak:
+        slow = [stack.enter_context(socket.create_connection(address, 60)) for _ in range(40)]
+        for connection in slow:
+            connection.sendall(head.encode())
+        for connection in slow:
+            assert b"200 OK" in connection.recv(1000)
+    assert peak.mebibytes < 32
+    assert client.files.content(file.id).read() == bytes(FULL)
+    client.files.delete(file.id)
 
 
 def test_lines_hold_up_no_shutdown_where_the_store_goes_with_the_service(tmp_path: Path) -> None:

@@ -77,8 +77,16 @@ def reject(code: str, reason: str = "no", retry_after_s: float | None = None) ->
 class FakeEngine:
     """`script` decides what happens to a request; `received` is everything that frontends said, in order."""
 
-    def __init__(self, run: RunContext, *, pid: int | None = None, introduces: bool = True, **ready: Any) -> None:
-        self.script: Script = say("Hello")
+    def __init__(
+        self,
+        run: RunContext,
+        *,
+        pid: int | None = None,
+        introduces: bool = True,
+        script: Script | None = None,
+        **ready: Any,
+    ) -> None:
+        self.script = script or say("Hello")
         self.received: list[Message] = []
         self.beating = True
         self.busy = False

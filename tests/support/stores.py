@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moeserve.frontend.store import files
 from moeserve.frontend.store.file import connect, prepare
 from moeserve.frontend.store.store import Bounds, Shelf
 
@@ -27,3 +28,12 @@ def shelves(folder: Path, bounds: Bounds = LARGE) -> Iterator[Callable[..., Shel
         yield shelf
     finally:
         db.close()
+
+
+def add_file(shelf: Shelf, content: bytes) -> str:
+    """Keep a whole file of requests; return its id."""
+    file_id = files.new_id()
+    assert files.begin_upload(shelf, file_id, "in")
+    assert files.append(shelf, file_id, 0, content)
+    files.finish(shelf, file_id)
+    return file_id

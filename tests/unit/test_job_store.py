@@ -1,4 +1,4 @@
-"""Jobs and batches in the store: one end each, adopted once, bounded, keys of clients known for a time."""
+"""Jobs in the store: one end each, adopted once, bounded, keys of clients known for a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from moeserve.frontend import limits
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.jobs.runner import pack_entries
-from moeserve.frontend.store import batches, jobs
+from moeserve.frontend.store import jobs
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.jobs import Name, NameTaken, StoredJob, TooManyJobs
 from moeserve.frontend.store.store import Bounds, NoRoom, Shelf, Store, drop_old
@@ -94,45 +94,6 @@ def test_what_runs_makes_no_room(tmp_path: Path) -> None:
         with pytest.raises(NoRoom):
             jobs.create(shelf(), "b", b"x" * 4_000, "me", None, None)
         assert jobs.find(shelf(), "a") is not None
-
-
-def test_answers_of_a_batch_count_once_and_end_as_files(shelf: MakeShelf) -> None:
-    file = batches.add_file(shelf(), "in", "batch", b"{}")
-    batch = batches.add_batch(shelf(), "me", "/v1/completions", file.file_id, 10**9, b"null")
-    assert batch is not None
-    for line, failed in ((b"first\n", False), (b"again\n", False)):
-        batches.add_result(shelf(), batch.batch_id, 2, line, failed=failed)
-    batches.add_result(shelf(), batch.batch_id, 1, b"bad\n", failed=True)
-    assert shelf().delete(file.file_id)
-    assert batches.input_of(shelf(), batch) == b"{}"
-    batches.end(shelf(), batch.batch_id, "completed", "completed")
-    batches.end(shelf(), batch.batch_id, "failed", "failed")
-    batches.add_result(shelf(), batch.batch_id, 3, b"late\n", failed=False)
-    found = batches.batch(shelf(), batch.batch_id)
-    assert found is not None
-    assert found.state == "completed"
-    assert (found.output_file, found.error_file) != (None, None)
-    assert batches.content(shelf(), found.output_file or "") == b"first\n"
-    assert batches.content(shelf(), found.error_file or "") == b"bad\n"
-    assert batches.content(shelf(b"other"), found.output_file or "") is None
-
-
-def test_a_lines_job_goes_with_its_result_or_with_its_batch(shelf: MakeShelf) -> None:
-    file = batches.add_file(shelf(), "in", "batch", b"lines")
-    batch = batches.add_batch(shelf(), "me", "/v1/completions", file.file_id, 10**10, b"{}")
-    other = batches.add_batch(shelf(), "me", "/v1/completions", file.file_id, 10**10, b"{}")
-    assert batch is not None
-    assert other is not None
-    for made, numbers in ((batch, (1, 2, 10)), (other, (1,))):
-        for number in numbers:
-            name = Name(batches.line_name(made.batch_id, number), b"content")
-            create(shelf(), f"{made.batch_id}-{number}", name=name)
-    jobs.end(shelf(), f"{batch.batch_id}-1", "done")
-    batches.add_result(shelf(), batch.batch_id, 1, b"{}", failed=False)
-    assert jobs.status(shelf(), f"{batch.batch_id}-1") is None
-    assert jobs.open_of(shelf(), "me") == {f"{batch.batch_id}-2", f"{batch.batch_id}-10", f"{other.batch_id}-1"}
-    batches.end(shelf(), batch.batch_id, "cancelled", "cancelled")
-    assert jobs.open_of(shelf(), "me") == {f"{other.batch_id}-1"}
 
 
 def test_a_store_tells_whether_anybody_has_written(tmp_path: Path) -> None:

@@ -206,6 +206,9 @@ CREATE TABLE items(number INTEGER PRIMARY KEY AUTOINCREMENT,
   conversation TEXT NOT NULL REFERENCES conversations ON DELETE CASCADE, id TEXT NOT NULL, item BLOB NOT NULL,
   UNIQUE (conversation, id));
 CREATE INDEX items_by_id ON items(id);
+CREATE TABLE jobs(id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE, caller BLOB NOT NULL, record BLOB NOT NULL,
+  owner TEXT NOT NULL, tries INTEGER NOT NULL DEFAULT 0, state TEXT NOT NULL DEFAULT 'open', ended_at REAL,
+  failure BLOB, is_kept INTEGER NOT NULL DEFAULT 0);
 PRAGMA user_version = 3;
 """
 

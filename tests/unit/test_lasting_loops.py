@@ -160,7 +160,7 @@ def test_a_look_for_batches_that_fails_is_followed_by_another(tmp_path: Path, mo
     @with_store
     async def run(store: Store) -> None:
         has_gone_on = fail_once(monkeypatch, store, "read", OSError("no locks"))
-        made = Batches(services(), store, Owner(tmp_path / "store"), lambda _: None, {})
+        made = Batches(services(), store, Owner(tmp_path / "store"), lambda _: None)
         made.start()
         await asyncio.wait_for(has_gone_on.wait(), 60)
         await made.stop()

@@ -12,7 +12,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from launcher.cli import main
-from moeserve.frontend.store.batches import read_line
 from tests.support.local_http import Handler, local_server
 
 asked: Counter[str] = Counter()
@@ -177,17 +176,3 @@ def test_a_server_that_is_gone_ends_the_run_and_leaves_all_requests_open(tmp_pat
 def test_settings_of_a_service_need_a_run_without_a_server(address: str, tmp_path: Path) -> None:
     result = run(address, tmp_path, line("a", "one"), "--", "model")
     assert result.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (b'\xef\xbb\xbf{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}', None),
-        (b'{"custom_id": "caf\xe9"}', "line 7 is no UTF-8"),
-        (b'{"body": ' + b"[" * 5000 + b"]" * 5000 + b"}", "line 7 is nested too deeply"),
-        (b'{"custom_id": 1}', "line 7: `custom_id` must be a text"),
-    ],
-    ids=range(4),
-)
-def test_a_line_that_is_no_request_is_told_why(line: bytes, problem: str | None) -> None:
-    assert read_line(7, line, set()).problem == problem

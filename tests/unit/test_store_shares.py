@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeserve.frontend.dialects.batch_lines import LinePlace
 from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.listing import Page
-from moeserve.frontend.store import batches, jobs, responses
+from moeserve.frontend.store import batches, files, jobs, responses
 from moeserve.frontend.store.store import Bounds, Crowded, NoRoom, Shelf, Store, drop_old, store_full
 from tests.support.examples import examples
-from tests.support.stores import shelves
+from tests.support.stores import add_file, shelves
 
 MakeShelf = Callable[..., Shelf]
 A, B = b"a", b"b"
@@ -44,7 +45,7 @@ def open_job(shelf: Shelf, job_id: str, size: int = 0, needs: str | None = None)
 
 
 def open_batch(shelf: Shelf, file_id: str) -> bool:
-    return finds_room(shelf, batches.add_batch, "me", "/v1/x", file_id, 10**9, b"{}")
+    return finds_room(shelf, batches.add_batch, "me", "/v1/x", file_id, b"{}")
 
 
 def keep(shelf: Shelf, name: str, size: int, previous: str | None = None) -> bool:
@@ -52,15 +53,15 @@ def keep(shelf: Shelf, name: str, size: int, previous: str | None = None) -> boo
 
 
 def test_open_batches_and_jobs_of_one_key_leave_room_for_jobs_and_files_of_another(shelf: MakeShelf) -> None:
-    file = batches.add_file(shelf(A), "in", "batch", b"." * 9_000)
-    other = batches.add_file(shelf(A), "in", "batch", b"." * 9_000)
-    assert open_batch(shelf(A), file.file_id)
-    assert not open_batch(shelf(A), other.file_id)
+    file = add_file(shelf(A), b"." * 9_000)
+    other = add_file(shelf(A), b"." * 9_000)
+    assert open_batch(shelf(A), file)
+    assert not open_batch(shelf(A), other)
     while open_job(shelf(A), f"a{shelf(A).now}", 2_000):
         pass
     for number in range(5):
         assert open_job(shelf(B), f"b{number}", 1_000)
-    assert batches.add_file(shelf(B), "in", "batch", b"." * 8_000)
+    assert add_file(shelf(B), b"." * 8_000)
 
 
 def test_what_is_not_in_use_may_exceed_its_keys_share_and_makes_room_for_others(shelf: MakeShelf) -> None:
@@ -74,9 +75,9 @@ def test_what_is_not_in_use_may_exceed_its_keys_share_and_makes_room_for_others(
 
 
 def test_batches_on_one_file_count_it_once(shelf: MakeShelf) -> None:
-    file = batches.add_file(shelf(A), "in", "batch", b"." * 9_000)
+    file = add_file(shelf(A), b"." * 9_000)
     for _ in range(8):
-        assert open_batch(shelf(A), file.file_id)
+        assert open_batch(shelf(A), file)
 
 
 def test_a_job_holds_the_whole_conversation_that_it_continues(shelf: MakeShelf) -> None:
@@ -101,10 +102,11 @@ def test_a_journal_that_exceeds_its_keys_share_is_refused_and_others_are_written
 
 
 def test_results_of_a_batch_and_items_of_a_conversation_are_refused_beyond_the_share(shelf: MakeShelf) -> None:
-    file = batches.add_file(shelf(A), "in", "batch", b"." * 9_000)
-    batch = batches.add_batch(shelf(A), "me", "/v1/x", file.file_id, 10**9, b"{}")
+    file = add_file(shelf(A), b"." * 9_000)
+    batch = batches.add_batch(shelf(A), "me", "/v1/x", file, b"{}")
     assert batch is not None
-    assert not finds_room(shelf(A), batches.add_result, batch.batch_id, 1, b"." * 9_000, failed=False)
+    batches.add_lines(shelf(A), batch.batch_id, 0, [LinePlace(1, "a")])
+    assert not finds_room(shelf(A), batches.keep_answer, batch.batch_id, 1, b"." * 9_000, failed=False)
     made = responses.create_conversation(shelf(A), b"{}", [])
     assert made is not None
     assert open_job(shelf(B), "b", 18_000)
@@ -203,9 +205,9 @@ def test_whatever_a_key_does_another_one_finds_room_for_its_share(
             elif step == "job" and open_job(shelf(A), name, size, earlier):
                 opened.append(name)
             elif step == "file":
-                finds_room(shelf(A), batches.add_file, name, "batch", b"." * size)
+                finds_room(shelf(A), add_file, b"." * size)
             elif step == "batch":
-                for file in batches.files(shelf(A), Page(100))[0]:
+                for file in files.listed(shelf(A), Page(100))[0]:
                     open_batch(shelf(A), file.file_id)
             elif step == "end" and opened:
                 jobs.end(shelf(A), opened[chosen % len(opened)], "done")

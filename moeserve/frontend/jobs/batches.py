@@ -1,7 +1,8 @@
-"""Works on batches: asks the routes for each line in the background, and keeps every answer as it comes.
+"""Runs batches: reads their files into lines, and has each line answered like a request of its route.
 
-A batch belongs to one HTTP process. If the process dies, another one takes the lines that have no answer yet. Each line
-is a job with a name of its own, so the other process joins a line that runs, and does not begin it anew.
+A batch belongs to one HTTP process, which answers some of its lines at a time. Each answer is in its place in the
+batch's output before the next line begins. If the process dies, another one goes on with the lines that have no answer;
+a line that was running begins anew.
 """
 
 from __future__ import annotations
@@ -9,53 +10,56 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 import structlog
-from starlette.types import ASGIApp, Message, Scope
 
 from moeserve.forever import Forever, cancel
-from moeserve.frontend import limits
-from moeserve.frontend.errors import ApiError, internal_error
+from moeserve.frontend import exchange, limits
+from moeserve.frontend.admission import terms_of
+from moeserve.frontend.dialects.batch_lines import BatchLine, BatchPart, LinePlace, result_line
+from moeserve.frontend.dialects.internal import Formatter
+from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
+from moeserve.frontend.errors import ApiError, internal_error, invalid
 from moeserve.frontend.keys import Identity
+from moeserve.frontend.prepare.messages import Ask, Body, Kind, Prepared, expect
 from moeserve.frontend.services import Services
-from moeserve.frontend.store import batches
-from moeserve.frontend.store.batches import BatchLine, StoredBatch, read_line, result_line
+from moeserve.frontend.store import batches, files, responses
+from moeserve.frontend.store.batches import BatchState, StoredBatch
 from moeserve.frontend.store.file import Owner
-from moeserve.frontend.store.store import STORE_FULL, Store
+from moeserve.frontend.store.store import STORE_FULL, Shelf, Store
 
 log = structlog.get_logger(__name__)
 
+# The kinds of a batch's requests, by the paths of their routes.
+KINDS: dict[str, Kind] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+}
 _LOOK_APART_S = 0.5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
-_NOT_NOW = (429, 503)
+_PART_BYTES = 256 * 1024  # of a batch's file that are read at once, unless a line is longer
+
+_T = TypeVar("_T")
 
 
 class Batches:
-    """The batches of this process, each on a task of its own."""
+    """The batches of this process: one of each key at a time, each on a task of its own."""
 
     def __init__(
-        self,
-        services: Services,
-        store: Store,
-        owner: Owner,
-        identify: Callable[[bytes], Identity | None],
-        routes: Mapping[str, ASGIApp],
+        self, services: Services, store: Store, owner: Owner, identify: Callable[[bytes], Identity | None]
     ) -> None:
-        """identify: returns the holder of the key with a digest. routes: that answer lines, by their paths."""
+        """identify: returns the holder of the key with a digest."""
         self._services = services
         self._store = store
         self._owner = owner
         self._identify = identify
-        self._routes = routes
-        self._turns: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._places = asyncio.Semaphore(limits.BATCHES_AT_ONCE)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[bytes, asyncio.Task[None]] = {}  # by the callers of their batches, whose ids are their names
         self._looking = Forever("batches", self._look, _LOOK_APART_S)
 
     def start(self) -> None:
@@ -69,181 +73,213 @@ class Batches:
 
     async def _look(self) -> None:
         with suppress(ApiError):  # of the store, which has logged it
-            await self._look_once()
+            while await self._store.read(b"", files.has_dropped):
+                await self._store.write(b"", files.sweep)
+            if self._services.is_draining:
+                await cancel(*self._tasks.values())
+            elif self._services.engine.ready is not None:
+                for found in await self._store.read(b"", batches.open_ones):
+                    if found.owner in ("", self._owner.name) or self._owner.is_dead(found.owner):
+                        await self._attend(found)
 
-    async def _look_once(self) -> None:
-        if self._services.is_draining:
-            await cancel(*self._tasks.values())
-            return
-        if self._services.engine.ready is None:
-            return
-        found = await self._store.read(b"", batches.open_ones)
-        for batch_id, task in list(self._tasks.items()):
-            if found.get(batch_id, ("", "cancelling"))[1] == "cancelling":
+    async def _attend(self, found: StoredBatch) -> None:
+        """Work on a batch that no other process works on, unless another one of its key is worked on."""
+        task = self._tasks.get(found.caller)
+        if found.state == "cancelling":
+            if task is not None and task.get_name() == found.batch_id:
                 await cancel(task)
-        dead = {owner for owner, _ in found.values() if self._owner.is_dead(owner)}
-        left = [
-            batch_id
-            for batch_id, (owner, _) in found.items()
-            if owner in dead or (owner == self._owner.name and batch_id not in self._tasks)
-        ]
-        if left:
-            for batch in await self._store.write(b"", partial(batches.adopt, batch_ids=left, owner=self._owner.name)):
-                task = asyncio.create_task(self._run(batch))
-                self._tasks[batch.batch_id] = task
-                task.add_done_callback(partial(self._forget, batch.batch_id))
+            await self._end(found, "cancelled", [])
+        elif task is None:
+            take = partial(batches.take, batch_id=found.batch_id, before=found.owner, owner=self._owner.name)
+            batch, now = await self._store.write(found.caller, lambda shelf: (take(shelf), shelf.now))
+            if batch is not None:
+                task = asyncio.create_task(self._run(batch, batch.expires - now), name=batch.batch_id)
+                self._tasks[batch.caller] = task
+                task.add_done_callback(partial(self._forget, batch.caller))
 
-    def _forget(self, batch_id: str, _: asyncio.Task[None]) -> None:
-        self._tasks.pop(batch_id, None)
+    def _forget(self, caller: bytes, _: asyncio.Task[None]) -> None:
+        del self._tasks[caller]
 
-    async def _run(self, batch: StoredBatch) -> None:
+    async def _run(self, batch: StoredBatch, left_s: float) -> None:
         try:
-            if batch.state == "cancelling":
-                await self._end(batch, "cancelled")
-            else:
-                async with self._turns[batch.caller], self._places:
-                    await self._work(batch)
+            try:
+                async with asyncio.timeout(left_s):
+                    errors = await self._work(batch)
+                await self._end(batch, "failed" if errors else "completed", errors)
+            except TimeoutError:
+                await self._end(batch, "expired", [])
         except asyncio.CancelledError:
-            if self._services.is_draining and self._services.run.response_store is None:
-                # The answers end with the service, which must not wait for the lines that run.
-                await self._store.write(batch.caller, partial(batches.drop_lines, batch_id=batch.batch_id))
+            leave = partial(batches.take, batch_id=batch.batch_id, before=self._owner.name, owner="")
+            await self._store.write(batch.caller, leave)
             raise
-        except ApiError as error:
-            if error.code == STORE_FULL:
-                await self._fail(batch, [{"code": STORE_FULL, "message": error.message}])
-                return
-            log.warning("batch_interrupted", batch=batch.batch_id, reason=error.message)
-        except Exception as error:  # A defect here is its batch's alone.
-            log.error("batch_failed", exc_info=error)
-            await self._fail(batch, [{"code": "internal_error", "message": internal_error().message}])
+        except Exception as error:
+            await self._give_up(batch, error)
 
-    async def _work(self, batch: StoredBatch) -> None:
+    async def _give_up(self, batch: StoredBatch, error: Exception) -> None:
+        """End a batch that cannot go on. If the store does not answer, a later look begins again."""
+        if not isinstance(error, ApiError):  # A defect here is its batch's alone.
+            log.error("batch_failed", exc_info=error)
+            error = internal_error()
+        elif error.status == 503:
+            log.warning("batch_interrupted", batch=batch.batch_id, reason=error.message)
+            return
+        with suppress(ApiError):
+            await self._end(batch, "failed", [error])
+
+    async def _end(self, batch: StoredBatch, state: BatchState, errors: list[ApiError]) -> None:
+        while await self._store.write(batch.caller, partial(batches.close_lines, batch_id=batch.batch_id, state=state)):
+            pass
+        data = [{"code": error.code, "message": error.message} for error in errors]
+        packed = msgspec.json.encode({"object": "list", "data": data}) if data else None
+        end = partial(batches.end, batch_id=batch.batch_id, state=state, errors=packed)
+        await self._store.write(batch.caller, end)
+
+    async def _work(self, batch: StoredBatch) -> list[ApiError]:
+        """Have all lines answered; return what is wrong with the file. Raise ApiError for a batch that cannot go on."""
         identity = self._identify(batch.caller)
-        content = await self._store.read(batch.caller, partial(batches.input_of, found=batch))
-        if identity is None or content is None:
-            reason = "The API key of this batch is not valid any more" if content is not None else "Its file is gone"
-            await self._fail(batch, [{"code": "cannot_go_on", "message": reason}])
-            return
-        lines = await asyncio.to_thread(read_lines, content, batch.path)
-        if problems := [line.problem for line in lines if line.problem is not None]:
-            errors = [{"code": "invalid_line", "message": problem} for problem in problems[: limits.MAX_BATCH_ERRORS]]
-            await self._fail(batch, errors)
-            return
-        begin = partial(
-            batches.move, batch_id=batch.batch_id, before=("validating", "in_progress"), state="in_progress"
-        )
-        if not await self._store.write(batch.caller, partial(begin, field="in_progress", total=len(lines))):
-            return  # it was cancelled meanwhile
-        done = await self._store.read(batch.caller, partial(batches.answered, batch_id=batch.batch_id))
-        left = iter([line for line in lines if line.number not in done])
+        if identity is None:
+            raise ApiError(403, "The API key of this batch is not valid any more", code="cannot_go_on")
+        if batch.state == "validating":
+            if batch.tries >= limits.MAX_JOB_TRIES:
+                raise _no_progress()
+            if problems := await self._expand(batch):
+                return [invalid(problem, code="invalid_line") for problem in problems]
         ready = self._services.engine.ready
         at_once = min(limits.BATCH_AT_ONCE, ready.max_num_seqs if ready is not None else 1)
         try:
-            async with asyncio.timeout(max(0.0, batch.expires - time.time())), asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as group:
                 for _ in range(at_once):
-                    group.create_task(self._answer_all(batch, left, identity))
-        except TimeoutError:
-            await self._expire(batch, lines)
-            return
-        except BaseExceptionGroup as error_group:
-            raise error_group.exceptions[0] from None
-        await self._end(batch, "completed")
+                    group.create_task(self._answer_lines(batch, identity))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return []
 
-    async def _answer_all(self, batch: StoredBatch, lines: Iterator[BatchLine], identity: Identity) -> None:
-        for line in lines:
-            wait_s = _FIRST_WAIT_S
-            while True:
-                request_id = secrets.token_hex(12)
-                status, body = await self._ask(batch, line, identity, request_id)
-                if status not in _NOT_NOW:
-                    break
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-            response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
-            keep = partial(batches.add_result, batch_id=batch.batch_id, number=line.number)
-            answer = result_line(line, response, None)
-            await self._store.write(batch.caller, partial(keep, line=answer, failed=not 200 <= status < 300))
+    # The lines of a file.
 
-    async def _ask(self, batch: StoredBatch, line: BatchLine, identity: Identity, request_id: str) -> tuple[int, bytes]:
-        """Return status and body of a route's answer."""
-        status, parts = 500, [b""]
-        messages: list[Message] = [{"type": "http.request", "body": line.body, "more_body": False}]
+    async def _expand(self, batch: StoredBatch) -> list[str]:
+        """Enter a line for each request of a batch's file; return what is wrong with it."""
+        # An earlier process may have died amid this.
+        while await self._store.write(batch.caller, partial(batches.close_lines, batch_id=batch.batch_id)):
+            pass
+        start = total = 0
+        number, problems, part = 1, list[str](), b"\n"
+        # The last line has no end, as has the beginning of one that is too long.
+        while part.endswith(b"\n") and len(problems) < limits.MAX_BATCH_ERRORS:
+            part = await self._part(batch, start)
+            places = await _patiently(partial(self._read, batch, BatchPart(number, batch.path), part))
+            add = partial(batches.add_lines, batch_id=batch.batch_id, start=start, places=places)
+            problems += await self._store.write(batch.caller, add)
+            start, number, total = start + len(part), number + part.count(b"\n"), total + len(places)
+            if total > limits.MAX_BATCH_LINES:
+                return [f"a batch takes at most {limits.MAX_BATCH_LINES} requests"]
+        if not total:
+            return ["the file holds no request"]
+        if not problems:
+            move = partial(batches.move, before=("validating",), state="in_progress", total=total)
+            await self._store.write(batch.caller, partial(move, batch_id=batch.batch_id))
+        return problems[: limits.MAX_BATCH_ERRORS]
 
-        async def receive() -> Message:
-            if messages:
-                return messages.pop()
-            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+    async def _part(self, batch: StoredBatch, start: int) -> bytes:
+        """Return whole lines of a batch's file from byte `start` on, or more of one line than a request may have."""
+        part = b""
+        for size in (_PART_BYTES, self._services.run.config.max_request_bytes + 1):
+            read = partial(files.read, file_id=batch.input_file, start=start, size=size)
+            part = await self._store.read(batch.caller, read)
+            if len(part) == size and (end := part.rfind(b"\n")) >= 0:
+                return part[: end + 1]
+            if len(part) < size:
+                break
+        return part
 
-        async def send(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            parts.append(message.get("body", b""))
+    async def _read(self, batch: StoredBatch, part: BatchPart, content: bytes) -> list[LinePlace]:
+        services, most = self._services, self._services.run.config.max_request_bytes
+        ask = Ask("batch_lines", services.check_serving(), owner=batch.caller, max_bytes=most, part=part)
+        found = expect(await services.text.prepare(ask, content), Body)
+        return msgspec.json.decode(found.content, type=list[LinePlace])
 
+    # Answers.
+
+    async def _answer_lines(self, batch: StoredBatch, identity: Identity) -> None:
+        """Answer one line after another as long as there is a free one. Each answer is kept as the next line begins."""
+        keep: Callable[[Shelf], None] | None = None
+
+        def advance(shelf: Shelf) -> LinePlace | None:
+            if keep is not None:
+                keep(shelf)
+            return batches.next_line(shelf, batch.batch_id)
+
+        while (line := await _patiently(partial(self._store.write, batch.caller, advance))) is not None:
+            formatter: Formatter | None = None
+            try:
+                if line.tries >= limits.MAX_JOB_TRIES:
+                    raise _no_progress()
+                body, formatter = await _patiently(partial(self._ask, batch, line, identity))
+                status = 200
+            except ApiError as error:
+                status, body = error.status, error.body()
+            except Exception as error:  # A defect here is its line's alone.
+                log.error("batch_line_failed", exc_info=error)
+                status, body = 500, internal_error().body()
+            keep = partial(_keep, batch=batch, line=line, status=status, body=body, formatter=formatter)
+
+    async def _ask(self, batch: StoredBatch, line: LinePlace, identity: Identity) -> tuple[bytes, Formatter]:
+        """Have a line answered like a request of its route; return the answer and its formatter. Raise ApiError."""
+        services, kind = self._services, KINDS[batch.path]
+        facts = services.check_serving()
+        read = partial(files.read, file_id=batch.input_file, start=line.start, size=line.size)
+        body = await self._store.read(batch.caller, read)
+        lend = partial(responses.lend, self._store, batch.caller)
+        prepared = expect(await services.prepare(kind, body, identity, lend=lend), Prepared)
+        request = prepared.request
+        if request.priority:
+            raise invalid("A request of a batch has no `priority`", "priority")
+        services.metrics.count_ignored(request.ignored)
+        answer_id = exchange.new_answer_id(kind)
+        terms = terms_of(identity, services.run.secret, patient=True, background=True)
+        seed = services.draw_seed() if request.seed is None else request.seed
+        generates = exchange.generates_of(
+            services, prepared, facts, identity, answer_id=answer_id, seed=seed, terms=terms
+        )
+        answer = exchange.answer_of(services, prepared, answer_id)
+        formatter = exchange.FORMATTERS[kind](
+            answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
+        )
+        progress = exchange.Progress(services.metrics, time.monotonic(), len(generates))
+        turns: exchange.Turns = services.long_answers if request.shows_prompts else nullcontext()
         try:
-            scope = _scope(line, identity, request_id, batches.line_name(batch.batch_id, line.number))
-            await self._routes[line.path](scope, receive, send)
+            with services.admission.hold(request.num_sequences, services.capacity, terms):
+                async with exchange.submitted(services, generates, facts) as group:
+                    progress.admit()
+                    choices = await exchange.whole(group, answer, progress, turns)
+                    return await exchange.completed(formatter, choices, answer, services.long_answers), formatter
+        finally:
+            progress.end(answer, {})
+
+
+def _keep(
+    shelf: Shelf, batch: StoredBatch, line: LinePlace, status: int, body: bytes, formatter: Formatter | None
+) -> None:
+    """Keep an answer as its line's, and as a response where it is one. Raise NoRoom."""
+    if isinstance(formatter, ResponsesFormatter) and formatter.kept is not None:
+        body = body if responses.put(shelf, formatter.kept) else formatter.unkept()
+    response = {"status_code": status, "request_id": secrets.token_hex(12), "body": msgspec.Raw(body)}
+    answer = result_line(BatchLine(line.number, line.custom_id), response, None)
+    batches.keep_answer(shelf, batch.batch_id, line.number, answer, failed=not 200 <= status < 300)
+
+
+def _no_progress() -> ApiError:
+    message = f"{limits.MAX_JOB_TRIES} processes ended while they had this"
+    return ApiError(500, message, type="server_error", code="cannot_go_on")
+
+
+async def _patiently(work: Callable[[], Awaitable[_T]]) -> _T:
+    """Return the result of work, which is done again, later and later, as long as it is refused for now."""
+    wait_s = _FIRST_WAIT_S
+    while True:
+        try:
+            return await work()
         except ApiError as error:
-            return error.status, error.body()
-        except Exception as error:  # A defect here is its line's alone.
-            log.error("batch_line_failed", exc_info=error)
-            return 500, internal_error().body()
-        return status, b"".join(parts)
-
-    async def _expire(self, batch: StoredBatch, lines: list[BatchLine]) -> None:
-        """End a batch whose time is over; lines without an answer get an error."""
-        error = {"code": "batch_expired", "message": "The batch's time was over before this request was answered"}
-        done = await self._store.read(batch.caller, partial(batches.answered, batch_id=batch.batch_id))
-        for line in lines:
-            if line.number not in done:
-                keep = partial(batches.add_result, batch_id=batch.batch_id, number=line.number)
-                await self._store.write(batch.caller, partial(keep, line=result_line(line, None, error), failed=True))
-        await self._end(batch, "expired")
-
-    async def _end(self, batch: StoredBatch, state: batches.BatchState) -> None:
-        await self._store.write(batch.caller, partial(batches.end, batch_id=batch.batch_id, state=state, field=state))
-
-    async def _fail(self, batch: StoredBatch, errors: list[dict[str, str]]) -> None:
-        listed = msgspec.json.encode({"object": "list", "data": errors})
-        end = partial(batches.end, batch_id=batch.batch_id, state="failed", field="failed", errors=listed)
-        await self._store.write(batch.caller, end)
-
-
-def read_lines(content: bytes, path: str) -> list[BatchLine]:
-    """Return every line that is not blank as a request; all must be for one route."""
-    seen: set[str] = set()
-    numbered = enumerate(content.split(b"\n"), start=1)
-    lines = [_checked(read_line(number, written, seen), path) for number, written in numbered if written.strip()]
-    if not lines:
-        return [BatchLine(0, problem="the file holds no request")]
-    if len(lines) > limits.MAX_BATCH_LINES:
-        return [BatchLine(0, problem=f"a batch takes at most {limits.MAX_BATCH_LINES} requests")]
-    return lines
-
-
-def _checked(line: BatchLine, path: str) -> BatchLine:
-    if line.problem is None and line.path != path:
-        return BatchLine(line.number, problem=f"line {line.number}: `url` must be the batch's `endpoint`, {path}")
-    if line.problem is None and path == "/v1/responses" and msgspec.json.decode(line.body).get("background"):
-        return BatchLine(line.number, problem=f"line {line.number}: `background` is for one answer, not for a batch")
-    return line
-
-
-def _scope(line: BatchLine, identity: Identity, request_id: str, name: bytes) -> Scope:
-    """Return the scope of a request as the layers around the routes would have made it. name: of its job."""
-    state: dict[str, Any] = {
-        "identity": identity,
-        "request_id": request_id,
-        "log": {},
-        "arrival": time.monotonic(),
-        "error_body": lambda error: error.body(),
-        "batch_line": name,
-    }
-    return {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "path": line.path,
-        "headers": [(b"content-type", b"application/json")],
-        "extensions": {},
-        "state": state,
-    }
+            if error.status not in (429, 503) or error.code == STORE_FULL:
+                raise
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

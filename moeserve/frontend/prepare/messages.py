@@ -25,6 +25,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from moeserve.frontend import limits
+from moeserve.frontend.dialects.batch_lines import BatchPart
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, Tool
 from moeserve.frontend.dialects.responses_items import Earlier, Named
 from moeserve.frontend.errors import ApiError, internal_error, invalid
@@ -49,6 +50,7 @@ Kind = Literal[
     "conversation",
     "conversation_items",
     "conversation_metadata",
+    "batch_lines",
 ]
 
 
@@ -58,6 +60,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     owner: digest of the caller's key; nobody else's text is compared with this one. tells_salts: see `CacheWish`.
     reports: the answer tells about the prompt cache. coding: in which the body came, up to `max_bytes` of it.
     max_choices: of one request. earlier: the items that the body refers to, None until they are known.
+    part: of a batch's file, which the body is.
     """
 
     kind: Kind
@@ -69,6 +72,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     max_bytes: int = 0
     max_choices: int = limits.MAX_PROMPTS * limits.MAX_N
     earlier: Earlier | None = None
+    part: BatchPart | None = None
 
     @property
     def num_earlier_bytes(self) -> int:

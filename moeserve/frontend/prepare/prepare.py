@@ -19,6 +19,7 @@ from llguidance import LLTokenizer
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, responses
+from moeserve.frontend.dialects.batch_lines import read_part
 from moeserve.frontend.dialects.formats import Constraint, constraint_of, of_calls
 from moeserve.frontend.dialects.internal import (
     CacheOptions,
@@ -123,6 +124,9 @@ class Preparer:
                 return _json(responses.parse_items(body))
             case "conversation_metadata":
                 return _json(responses.parse_metadata(body))
+            case "batch_lines":
+                assert ask.part is not None
+                return _json(read_part(body, ask.part, ask.max_bytes))
             case kind:
                 return self._generation(READERS[kind](body, facts), ask)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
@@ -30,8 +28,10 @@ from moeserve.frontend.exchange import (
     answer_of,
     completed,
     generates_of,
+    new_answer_id,
     submitted,
-    tell_engine,
+    take,
+    whole,
 )
 from moeserve.frontend.http import EventStream, content_coding, receive_body, send_body, until_disconnect, with_headers
 from moeserve.frontend.jobs.jobs import RESUMED, STATUS_WAITS, Jobs, JobView
@@ -64,23 +64,22 @@ Keep = Callable[[Formatter, bytes], Awaitable[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The parts of one API: how its requests are prepared and its answers written, the prefix of its answer ids.
+    """The parts of one API: how its requests are prepared and its answers written.
 
     lend: gives the earlier items that a request refers to. cut: the event that ends a stream of unknown content. keep:
     is given the last bytes of an answer; returns them, or others, once the answer is kept.
     """
 
     kind: Kind
-    id_prefix: str
     lend: Lend | None = None
     cut: Callable[[ApiError], bytes] = ApiError.event
     keep: Keep | None = None
 
 
-CHAT = Dialect("chat", "chatcmpl-")
-COMPLETIONS = Dialect("completions", "cmpl-")
-MESSAGES = Dialect("messages", "msg_", cut=messages.error_event)
-WARM = Dialect("warm", "warm-")
+CHAT = Dialect("chat")
+COMPLETIONS = Dialect("completions")
+MESSAGES = Dialect("messages", cut=messages.error_event)
+WARM = Dialect("warm")
 
 
 class GenerateRoute:
@@ -107,12 +106,17 @@ class GenerateRoute:
         will = Will.of(scope)
         leave_refusal(will, scope, _PROCESS_ENDED)
         asking = services.prepare(
-            self._dialect.kind, body, scope, reports=asks_for_report(scope), lend=self._dialect.lend
+            self._dialect.kind,
+            body,
+            scope["state"]["identity"],
+            coding=coding,
+            reports=asks_for_report(scope),
+            lend=self._dialect.lend,
         )
         del body
         try:
             with admission.hold(1, services.capacity, unread) as held:
-                prepared = _of_line(scope, expect(await until_disconnect(receive, asking), Prepared))
+                prepared = expect(await until_disconnect(receive, asking), Prepared)
                 send = self._warn(scope, send, prepared.request)
                 terms = self._change(scope, held, prepared.request)
                 if name is None and not prepared.request.detached:
@@ -129,7 +133,7 @@ class GenerateRoute:
     ) -> StoredJob:
         """Begin a request that outlives this connection; return it, or the one that was begun with the same key."""
         services, request = self._services, prepared.request
-        answer_id = self._dialect.id_prefix + secrets.token_hex(12)
+        answer_id = new_answer_id(self._dialect.kind)
         seed = services.draw_seed() if request.seed is None else request.seed
         identity: Identity = scope["state"]["identity"]
         # A prompt that does not fit is refused before there is a job.
@@ -195,7 +199,7 @@ class GenerateRoute:
     ) -> None:
         services, state = self._services, scope["state"]
         request = prepared.request
-        answer_id = self._dialect.id_prefix + secrets.token_hex(12)
+        answer_id = new_answer_id(self._dialect.kind)
         generates = generates_of(
             services,
             prepared,
@@ -223,7 +227,7 @@ class GenerateRoute:
                     stream = EventStream(send, will, self._dialect.cut(_PROCESS_ENDED))
                     await _Streaming(group, answer, formatter, progress, stream, turns, self._dialect.keep).run()
                 else:
-                    choices = await _whole(group, answer, progress, turns)
+                    choices = await whole(group, answer, progress, turns)
                     content = await completed(formatter, choices, answer, services.long_answers)
                     if self._dialect.keep is not None:
                         content = await self._dialect.keep(formatter, content)
@@ -249,21 +253,9 @@ async def show_events(
         will.revoke()
 
 
-def _of_line(scope: Scope, prepared: Prepared) -> Prepared:
-    """Return a prepared request; the line of a batch stays in the background in every process that goes on with it."""
-    if "batch_line" not in scope["state"]:
-        return prepared
-    return msgspec.structs.replace(prepared, request=replace(prepared.request, background=True))
-
-
 def _name_of(scope: Scope, body: bytes) -> Name | None:
-    """Return the key that a client chose for a request, or the name of a batch's line; None without one.
-
-    Raise ApiError for a key that is too long.
-    """
-    content = hashlib.sha256(scope["path"].encode() + b"\0" + body).digest()
-    if (line := scope["state"].get("batch_line")) is not None:
-        return Name(line, content)
+    """Return the key that a client chose for a request, None without one. Raise ApiError for a key that is too
+    long."""
     key = next((value for header, value in scope["headers"] if header == b"idempotency-key"), b"")
     if len(key) > limits.MAX_IDEMPOTENCY_KEY_CHARS:
         raise invalid(
@@ -271,6 +263,7 @@ def _name_of(scope: Scope, body: bytes) -> Name | None:
         )
     if not key:
         return None
+    content = hashlib.sha256(scope["path"].encode() + b"\0" + body).digest()
     return Name(hashlib.sha256(key).digest(), content)
 
 
@@ -299,31 +292,6 @@ def _record_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:
     """Add to the log line how often the request went on in, or ended with, another life of the engine."""
     if group.num_deaths:
         log_fields["engine_deaths"] = group.num_deaths
-
-
-async def _whole(group: RequestGroup, answer: Answer, progress: Progress, turns: Turns) -> list[Delta]:
-    """Wait for the whole answer, and return its choices."""
-    try:
-        while answer.num_open:
-            batch = await group.next()
-            for number in range(len(batch)):
-                async with turns:
-                    answer.keep(_take(group, answer, batch[number : number + 1], progress))
-                    # An output may bring a whole prompt's tokens with it.
-                    await asyncio.sleep(0)
-    except EngineGone as error:
-        raise engine_unavailable(error) from error
-    return answer.choices()
-
-
-def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
-    """Return the deltas of a batch of outputs, and tell the engine about stop strings that were found."""
-    progress.record(batch)
-    if group.num_deaths:
-        answer.resume()
-    deltas = [delta for choice, output in batch for delta in answer.take(choice, output)]
-    tell_engine(answer, group)
-    return deltas
 
 
 @dataclass(slots=True)
@@ -366,7 +334,7 @@ class _Streaming:
             batch = await self.group.next(patience_s)
         except EngineGone as error:
             raise engine_unavailable(error) from error
-        return _take(self.group, self.answer, batch, self.progress) if batch else None
+        return take(self.group, self.answer, batch, self.progress) if batch else None
 
     async def _write(self, deltas: list[Delta] | None) -> None:
         """Write the events of some deltas, a comment for None."""

@@ -14,9 +14,9 @@ from moeserve.frontend.dialects import responses_answer
 from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses import Checked, conversation_not_found
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
-from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX, Earlier, Named
+from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX
 from moeserve.frontend.errors import ApiError, invalid
-from moeserve.frontend.http import content_coding, json_bytes, receive_body
+from moeserve.frontend.http import json_bytes
 from moeserve.frontend.jobs.jobs import Jobs, JobView
 from moeserve.frontend.jobs.runner import unpack_record
 from moeserve.frontend.keys import caller_of
@@ -43,22 +43,11 @@ class ResponsesRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         dialect = Dialect(
             "responses",
-            RESPONSE_PREFIX,
-            lend=partial(self._lend, caller_of(scope)),
+            lend=partial(responses.lend, self._store, caller_of(scope)),
             cut=responses_answer.error_event,
             keep=partial(self._keep, caller_of(scope)),
         )
         await GenerateRoute(self._services, dialect, self._jobs)(scope, receive, send)
-
-    async def _lend(self, caller: bytes, named: Named) -> Earlier:
-        """Return the kept things that a request names, and note their use."""
-        used = [name for name in (named.previous_id, named.conversation_id) if name is not None]
-        found, is_stale = await self._store.read(
-            caller, lambda shelf: (responses.earlier(shelf, named), any(map(shelf.is_stale, used)))
-        )
-        if is_stale:
-            await self._store.write(caller, lambda shelf: shelf.touch(used))
-        return found
 
     async def _keep(self, caller: bytes, formatter: Formatter, end: bytes) -> bytes:
         """Keep a response; return the end of its answer, which says so where there is no room for it."""
@@ -243,9 +232,7 @@ class ConversationRoutes:
 
     async def _body(self, request: Request, kind: Kind) -> Checked:
         services, scope = self._services, request.scope
-        content_coding(scope["headers"])
-        body = await receive_body(scope, request.receive, services.run.config.max_request_bytes)
-        reply = expect(await services.prepare(kind, body, scope), Body)
+        reply = expect(await services.receive(kind, scope, request.receive), Body)
         return msgspec.json.decode(reply.content, type=Checked)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from starlette.types import ASGIApp
-
 from moeserve.frontend.dialects.chat import (
     MESSAGE_FIELDS,
     PIN_FIELDS,
@@ -24,8 +22,9 @@ from moeserve.frontend.dialects.responses import ConversationBody, ItemsBody, Me
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.pages import FILES, Pages
 from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, ROLES, TEXT, Role, Route
-from moeserve.frontend.routes.batches import BatchBody, BatchRoutes, FileRoutes
+from moeserve.frontend.routes.batches import BatchBody, BatchRoutes
 from moeserve.frontend.routes.cache import CacheRoutes
+from moeserve.frontend.routes.files import FileRoutes
 from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, WARM, GenerateRoute
 from moeserve.frontend.routes.openapi import DescriptionRoutes
 from moeserve.frontend.routes.responses import ConversationRoutes, KeptResponseRoutes, ResponsesRoute
@@ -56,7 +55,7 @@ class Endpoints:
         self.kept = KeptResponseRoutes(services, store, jobs)
         self.conversations = ConversationRoutes(services, store)
         self.files = FileRoutes(store)
-        self.batches = BatchRoutes(store, owner, BATCH_ROUTES)
+        self.batches = BatchRoutes(store, owner)
         self.tokens = TokenRoutes(services)
         self.render_chat = RenderRoute(services, "chat")
         self.render_completions = RenderRoute(services, "completions")
@@ -78,12 +77,6 @@ def _route(role: Role, call: str, summary: str, endpoint: Callable[[Endpoints], 
 
 _public, _user, _metrics, _admin = (partial(_route, role) for role in ROLES)
 
-# Endpoints of a batch's lines, by their paths.
-BATCH_ROUTES: dict[str, Callable[[Endpoints], ASGIApp]] = {
-    "/v1/chat/completions": lambda e: e.chat,
-    "/v1/completions": lambda e: e.completions,
-    "/v1/responses": lambda e: e.responses,
-}
 _HELLO = [{"role": "user", "content": "Hello"}]
 _PREFIX = MESSAGE_FIELDS | {"prompt"}
 ROUTES: tuple[Route[Endpoints], ...] = (

@@ -18,7 +18,7 @@ from pathlib import Path
 
 # Raised with every change of the schema. A file of an earlier version is changed by `_CHANGES` and gets the tables that
 # it lacks; files of later versions are refused.
-VERSION = 6
+VERSION = 7
 _BUSY_S = 10.0  # seconds that a transaction waits for a transaction of another process
 _MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
@@ -106,11 +106,26 @@ CREATE TABLE IF NOT EXISTS idempotency(
 CREATE INDEX IF NOT EXISTS idempotency_by_job ON idempotency(job);
 CREATE TABLE IF NOT EXISTS files(
   id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
+  caller BLOB NOT NULL,
   name TEXT NOT NULL,
   purpose TEXT NOT NULL,
   created INTEGER NOT NULL,
-  content BLOB NOT NULL);
--- `owner`: the HTTP process that works on it. `times`: JSON, UNIX times by state.
+  num_bytes INTEGER NOT NULL DEFAULT 0,
+  is_whole INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX IF NOT EXISTS files_by_caller ON files(caller);
+-- The content of a file is its pieces in the order of their places.
+CREATE TABLE IF NOT EXISTS file_pieces(
+  file TEXT NOT NULL,
+  place INTEGER NOT NULL,
+  piece BLOB NOT NULL,
+  PRIMARY KEY (file, place));
+-- The files whose pieces are still to be deleted, some in each transaction: to overwrite a large file takes seconds.
+CREATE TABLE IF NOT EXISTS dropped_files(id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS file_dropped AFTER DELETE ON files BEGIN
+  INSERT INTO dropped_files VALUES (old.id);
+END;
+-- `owner`: the HTTP process that works on it. `times`: JSON, UNIX times by state. `tries`: processes that have died
+-- while they had it.
 CREATE TABLE IF NOT EXISTS batches(
   id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
   caller BLOB NOT NULL,
@@ -119,20 +134,30 @@ CREATE TABLE IF NOT EXISTS batches(
   path TEXT NOT NULL,
   input_file TEXT NOT NULL,
   created INTEGER NOT NULL,
-  expires INTEGER NOT NULL,
+  expires REAL NOT NULL,  -- by the store's clock
   metadata BLOB NOT NULL,
   times TEXT NOT NULL DEFAULT '{}',
   errors BLOB,
   total INTEGER NOT NULL DEFAULT 0,
+  succeeded INTEGER NOT NULL DEFAULT 0,
+  failed INTEGER NOT NULL DEFAULT 0,
+  tries INTEGER NOT NULL DEFAULT 0,
   output_file TEXT,
   error_file TEXT);
 CREATE INDEX IF NOT EXISTS batches_by_caller ON batches(caller);
-CREATE TABLE IF NOT EXISTS batch_results(
+CREATE INDEX IF NOT EXISTS open_batches ON batches(state) WHERE state IN ('validating', 'in_progress', 'cancelling');
+-- The requests that have no answer yet. `start`, `size`: of the body in the input file. `tries`: processes that have
+-- died while they had it. `running`: the batch's owner has it.
+CREATE TABLE IF NOT EXISTS batch_lines(
   batch TEXT NOT NULL REFERENCES batches ON DELETE CASCADE,
   number INTEGER NOT NULL,
-  line BLOB NOT NULL,
-  failed INTEGER NOT NULL,
-  PRIMARY KEY (batch, number)) WITHOUT ROWID;
+  custom_id TEXT NOT NULL,
+  start INTEGER NOT NULL,
+  size INTEGER NOT NULL,
+  tries INTEGER NOT NULL DEFAULT 0,
+  running INTEGER NOT NULL DEFAULT 0,
+  PRIMARY KEY (batch, number),
+  UNIQUE (batch, custom_id)) WITHOUT ROWID;
 """
 # The statements that come before the schema in a file of an earlier version than this one.
 _CHANGES = {
@@ -146,6 +171,13 @@ UPDATE items SET caller = (SELECT caller FROM kept WHERE id = conversation);
 DROP INDEX IF EXISTS items_by_id;
 """,
     6: "ALTER TABLE jobs ADD COLUMN snapshot BLOB;\n",
+    # Files and batches were kept in other tables; those of earlier versions are dropped.
+    7: """
+DELETE FROM kept WHERE id LIKE 'file-%' OR id LIKE 'batch\\_%' ESCAPE '\\';
+DROP TABLE IF EXISTS batch_results;
+DROP TABLE IF EXISTS batches;
+DROP TABLE IF EXISTS files;
+""",
 }
 
 # `struct flock` of 64-bit Linux: type, whence, first byte, number of bytes, process.

@@ -208,22 +208,6 @@ def note_kept(shelf: Shelf, job_id: str) -> None:
     shelf.db.execute("UPDATE jobs SET is_kept = 1 WHERE id = ?", (job_id,))
 
 
-def forget(shelf: Shelf, name: bytes) -> None:
-    """Forget a name of the caller's, with its job unless that is a response. An open job is dropped as well."""
-    query = "DELETE FROM idempotency WHERE caller = ? AND name = ? RETURNING job"
-    row = shelf.db.execute(query, (shelf.caller, name)).fetchone()
-    if row is not None and shelf.db.execute("SELECT 1 FROM responses WHERE id = ?", row).fetchone() is None:
-        shelf.drop(row[0])
-
-
-def cancel_all(shelf: Shelf, beginning: bytes) -> None:
-    """Forget all names of the caller's that begin like this, with their jobs."""
-    query = "SELECT name FROM idempotency WHERE caller = ? AND name > ? AND name < ?"
-    above = beginning[:-1] + bytes([beginning[-1] + 1])
-    for (name,) in shelf.db.execute(query, (shelf.caller, beginning, above)).fetchall():
-        forget(shelf, bytes(name))
-
-
 def is_open(shelf: Shelf, job_id: str) -> bool:
     found = shelf.db.execute("SELECT 1 FROM jobs WHERE id = ? AND state = 'open'", (job_id,))
     return found.fetchone() is not None

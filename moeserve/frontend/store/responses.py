@@ -26,7 +26,7 @@ from moeserve.frontend.dialects.responses_items import (
     response_of_item,
 )
 from moeserve.frontend.listing import Listed, Page
-from moeserve.frontend.store.store import OVERHEAD_BYTES, ROW_BYTES, NoRoom, Shelf
+from moeserve.frontend.store.store import OVERHEAD_BYTES, ROW_BYTES, NoRoom, Shelf, Store
 
 _CHAIN = """
 WITH RECURSIVE turn(id, needs, age) AS (
@@ -126,6 +126,15 @@ def earlier(shelf: Shelf, named: Named) -> Earlier:
     elif named.conversation_id is not None and shelf.has(named.conversation_id):
         turns = conversation_turns(shelf, named.conversation_id)
     return Earlier(turns, _items(shelf, named.item_ids))
+
+
+async def lend(store: Store, caller: bytes, named: Named) -> Earlier:
+    """Return the kept things that a request of a caller's names, and note their use."""
+    used = [name for name in (named.previous_id, named.conversation_id) if name is not None]
+    found, is_stale = await store.read(caller, lambda shelf: (earlier(shelf, named), any(map(shelf.is_stale, used))))
+    if is_stale:
+        await store.write(caller, lambda shelf: shelf.touch(used))
+    return found
 
 
 def _is_complete(shelf: Shelf, response_id: str) -> bool:
