@@ -19,6 +19,7 @@ from moeserve.frontend.parsers.feed import CallIds, Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from moeserve.frontend.parsers.rules import Rules
 from moeserve.frontend.parsers.shape import OutputShape
+from moeserve.frontend.parsers.tagged import Layout, TaggedCalls
 from moeserve.plan import SamplingParams
 from tests.support.parsing import parse as parse_text
 from tests.support.tiny_model import BOS, byte_tokenizer
@@ -127,6 +128,48 @@ def test_forced_calls_are_read_back_whole_and_fit_their_schemas(family: str, spe
         assert seed % 2 == 0 or len(parsed.calls) == 1
         for call in parsed.calls:
             check_call(call.name, call.arguments)
+
+
+SAVE = Tool(
+    "save",
+    parameters={
+        "type": "object",
+        "properties": {"path": {"type": "string"}, "text": {"type": "string"}, "mode": {"type": "integer"}},
+        "required": ["path", "text"],
+    },
+)
+
+
+def written(layout: Layout, name: str, arguments: dict[str, Any]) -> str:
+    begin, middle, close = layout.argument
+    values = "".join(f"{begin}{key}{middle}{value}{close}" for key, value in arguments.items())
+    return f"{layout.region[0]}{layout.call[0]}{name}{layout.call[1]}{values}{layout.call[2]}{layout.region[1]}"
+
+
+@pytest.mark.parametrize(("family", "special"), [form for form in FORMS if isinstance(CALLS.get(form[0]), TaggedCalls)])
+@pytest.mark.parametrize("text", ["", "a", "aCLOSEb", "aCLOSE", "CLOSE\n<b>CLOSE x", "\nCLOSE\n\n", "a</b>\n<function"])
+def test_a_forced_text_holds_its_closing_tag_wherever_the_call_does_not_go_on(
+    family: str, special: bool, text: str
+) -> None:
+    shape = CALLS[family]
+    assert isinstance(shape, TaggedCalls)
+    tag = shape.layout.argument[2].rstrip("\n")
+    for more in ({}, {"mode": 7}):
+        arguments = {"path": "p", "text": text.replace("CLOSE", tag), **more}
+        said = written(shape.layout, "save", arguments)
+        assert Model(family, special=special, forced=True, parallel=False, tools=[SAVE]).allows(said)
+        parser = OutputParser(
+            reasoning=None,
+            calls=shape,
+            schemas={"save": SAVE.parameters},
+            hidden=markers(family),
+            new_id=CallIds("", 0),
+        )
+        first, last = parser.push(said), parser.finish()
+        (call,) = first.calls + last.calls
+        assert json.loads(call.arguments) == arguments
+    ended = written(shape.layout, "save", {"path": "p", "text": "a", "mode": "7", "further": "b"})
+    assert not Model(family, special=special, forced=True, parallel=False, tools=[SAVE]).allows(ended)
 
 
 @pytest.mark.parametrize(("family", "special"), FORMS)

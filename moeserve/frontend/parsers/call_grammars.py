@@ -7,7 +7,7 @@ as the parser reads it; all other values are JSON of their schemas.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -127,6 +127,7 @@ def _in_section(
 
 
 def _tagged(layout: Layout, opening: str, rules: Rules, tools: Sequence[Tool], parallel: bool) -> Calls:
+    layout = _with_breaks_first(layout)
     before, behind, end = layout.call
     write = partial(_tags, rules, layout)
     calls = rules.choice(
@@ -138,11 +139,19 @@ def _tagged(layout: Layout, opening: str, rules: Rules, tools: Sequence[Tool], p
     )
 
 
+def _with_breaks_first(layout: Layout) -> Layout:
+    """Return a layout whose line breaks behind values belong to the next tag: only the two together end a text."""
+    (before, behind, end), (begin, middle, close) = layout.call, layout.argument
+    if not (behind.endswith("\n") and close.endswith("\n")):
+        return layout
+    call, argument = (before, behind[:-1], f"\n{end}"), (f"\n{begin}", middle, close[:-1])
+    return replace(layout, call=call, argument=argument)
+
+
 def _tags(rules: Rules, layout: Layout, text: str) -> str:
     """Return the expression for a part of a layout. Models may leave out the line breaks of a loose one."""
-    if not layout.is_loose:
-        return rules.text(text)
-    return ' "\\n"? '.join(rules.text(line) for line in text.split("\n"))
+    first, *lines = text.split("\n") if layout.is_loose else [text]
+    return " ".join([rules.text(first), *map(rules.line, lines)])
 
 
 def _parameters(rules: Rules, tool: Tool, layout: Layout) -> str:
@@ -166,17 +175,21 @@ def _value(rules: Rules, inner: Any, schema: Mapping[str, Any], layout: Layout, 
     types = types_of(inner, schema)
     is_text = not types or "string" in types
     head = _tags(rules, layout, layout.argument[1].replace("STRING", "true" if is_text else "false"))
-    # A line break before the tag belongs to it, one behind it does not.
-    close = layout.argument[2].rstrip("\n")
-    after = _tags(rules, layout, layout.argument[2].removeprefix(close))
+    close = layout.argument[2]
     if not is_text:
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         value = f"{json_value({**inner, **shared}, strict=tool.strict)} {rules.text(close)}"
     elif (choices := choices_of(inner, schema)) is not None:
         value = f"({' | '.join(map(literal, choices))}) {rules.text(close)}"
     else:
-        value = rules.until(close)
-    return f"{head} {value} {after}"
+        value = rules.value(close, _tags_behind(layout))
+    return f"{head} {value}"
+
+
+def _tags_behind(layout: Layout) -> list[str]:
+    """Return the tags of which one follows a value that has ended."""
+    parts = (layout.argument[0], *layout.region, layout.call[0], layout.call[2])
+    return [part.strip().rstrip('"') for part in parts if part.strip()]
 
 
 def _harmony(rules: Rules, tools: Sequence[Tool], forced: bool, start: Start, text: str) -> str:

@@ -24,12 +24,12 @@ class Rules:
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
-        self._lines: list[str] = []
+        # By options and body, the names.
+        self._names: dict[str, str] = {}
 
-    def add(self, body: str, options: str = "") -> str:
-        name = f"r{len(self._lines)}"
-        self._lines.append(f"{name}{options}: {body}")
-        return name
+    def add(self, body: str, options: str = "", kind: str = "r") -> str:
+        """Add a rule unless it is there, and return its name. kind: begins the name; `T` for a lexeme."""
+        return self._names.setdefault(f"{options}: {body}", f"{kind}{len(self._names)}")
 
     def choice(self, bodies: Iterable[str]) -> str:
         """Add a rule for one of several bodies and return its name."""
@@ -42,16 +42,29 @@ class Rules:
         """Return the expression for a fixed text."""
         return self._joined(self._pieces(text))
 
+    def line(self, text: str) -> str:
+        """Return the expression for a fixed text with a line break before it or without."""
+        # One lexeme: of two, the break alone would be taken for text where text may stand.
+        is_plain = text and len(self._pieces(text)) == 1
+        return f"/\\n?{_escaped(text)}/" if is_plain else f'"\\n"? {self.text(text)}'
+
     def until(self, end: str, without: Iterable[str] = ()) -> str:
         """Return the expression for any text that holds none of some texts, and `end` behind it."""
+        return self._until(end, [f"~/(?s:.*{_escaped(other)}.*)/" for other in without])
+
+    def value(self, end: str, tags: Iterable[str]) -> str:
+        """Return the expression for any text and `end` behind it. An `end` that none of `tags` follows is text."""
+        further = self._until(end, [f"~/\\s*({'|'.join(map(_escaped, tags))})(?s:.*)/"])
+        return f"{self.until(end)} ({further})*"
+
+    def _until(self, end: str, but: Sequence[str]) -> str:
+        """but: patterns of Lark."""
         pieces = self._pieces(end)
-        but = [f"~/(?s:.*{_escaped(other)}.*)/" for other in without]
         if len(pieces) == 1:
             return self.add(" & ".join([ANY_TEXT, *but]), f"[suffix={literal(end)}]")
         # A lexeme of any text takes what is text before the first token.
-        name = f"T{len(self._lines)}"
-        self._lines.append(f"{name}: {' & '.join([f'/(?s:.*){_escaped(pieces[0])}/', *but])}")
-        return f"{name} {self._joined(['', *pieces[1:]])}"
+        lexeme = self.add(" & ".join([f"/(?s:.*){_escaped(pieces[0])}/", *but]), kind="T")
+        return f"{lexeme} {self._joined(['', *pieces[1:]])}"
 
     def several(self, one: str, between: str, parallel: bool) -> str:
         """Return one expression or, if `parallel`, several with another one between them."""
@@ -73,7 +86,7 @@ class Rules:
         return first
 
     def source(self, start: str) -> str:
-        return "\n".join([f"start: {start}", *self._lines]) + "\n"
+        return "\n".join([f"start: {start}", *(name + rule for rule, name in self._names.items())]) + "\n"
 
     def _pieces(self, text: str) -> list[str]:
         """Return a text cut around the added tokens in it, which are every other piece."""
