@@ -200,6 +200,16 @@ class Abort(Message):
     request_id: str
 
 
+class Left(Message):
+    """The client of a request left while, or before, the engine that had it died. If the request is a suspect, whoever
+    sends the same work again is one. For the fields see `Generate`."""
+
+    request_id: str
+    token_ids: bytes
+    sampling: SamplingParams
+    beams: BeamParams | None = None
+
+
 class Control(Message):
     """A command; answered with `ControlResult` of the same id. tenant: the account of the key that asks for it.
 
@@ -344,7 +354,7 @@ class Heartbeat(Message):
     busy: bool
 
 
-ToEngine = Hello | Generate | Turned | Finish | Abort | Control
+ToEngine = Hello | Left | Generate | Turned | Finish | Abort | Control
 FromEngine = EngineReady | Refused | Admitted | Rejected | Outputs | Stats | ControlResult | Heartbeat
 
 

@@ -35,6 +35,7 @@ from moeserve.wire import (
     Generate,
     Heartbeat,
     Hello,
+    Left,
     Message,
     Output,
     Outputs,
@@ -212,9 +213,12 @@ class Engine:
             case Generate():
                 with self._suspects.taking(message):
                     self._generate(sender, message)
+            case Left():
+                self._suspects.record_left(message)
             case Abort() | Finish() if self._inbox.withdraw(message.request_id):
                 self._send(sender, Outputs([Output(message.request_id, [], FinishReason.ABORT, 0, 0)]))
             case Abort():
+                self._suspects.record_abort(message.request_id)
                 self._end(self._scheduler.abort(message.request_id))
             case Finish():
                 self._end(self._scheduler.finish(message.request_id, message.keep_tokens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.support.crash_traffic import KINDS, Traffic, errors_in
 from tests.support.kills import assert_whole, processes_of
 from tests.support.saved_models import saved_model
-from tests.support.service import ROOT, Service, service, wait_until
+from tests.support.service import ROOT, Service, children_of, descendants, is_ready, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import SPECIALS, TEMPLATE, write_model_dir
 
@@ -99,6 +100,23 @@ def test_a_request_that_kills_the_process_costs_two_lives_and_no_other_request(
         [again] = Traffic(url, {"again": (PATH, body)}, key=key).start().wait().values()
         assert (again.status, errors_in(again)[0]["code"]) == (500, "engine_crash")
     wait_until(lambda: "moeserve_engine_restarts_total 2.0" in crashing.http.get("/metrics").text)
+
+
+@pytest.mark.long
+def test_a_client_that_leaves_after_each_death_and_sends_it_again_ends_no_more_engines(crashing: Service) -> None:
+    crashing.http.headers["Authorization"] = "Bearer one"
+    body = {**BODY, "model": "m", "prompt": PROMPT, "top_k": 13, "stream": True}
+    for _ in range(4):
+        wait_until(lambda: is_ready(crashing))
+        engines = descendants(children_of(crashing.process.pid)["worker"])
+        with crashing.http.stream("POST", PATH, json=body) as answer:
+            if answer.status_code != 200:
+                break
+            wait_until(lambda: not all(Path(f"/proc/{pid}").exists() for pid in engines))  # noqa: B023
+    answer = crashing.http.post(PATH, json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_crash")
+    crashing.http.headers["Authorization"] = "Bearer operator"
+    assert "moeserve_engine_restarts_total 2.0" in crashing.http.get("/metrics").text
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from moeserve.engine.crashes.judgement import LastWork, suspicion_after
 from moeserve.engine.crashes.record import WorkRecord, read_record
 from moeserve.engine.crashes.suspects import Suspects, digest_of
 from moeserve.plan import Chunk, SamplingParams, StepPlan
-from moeserve.wire import Generate, Suspicion, pack_token_ids
+from moeserve.wire import Generate, Left, Suspicion, pack_token_ids
 
 NOTHING = LastWork({}, [], {})
 LIFE = 3
@@ -33,6 +33,11 @@ def generate(name: str, prompt: str = "hello", output: int = 0, **sampling: int)
     """output: the number of tokens that came of it already."""
     params = SamplingParams(**{"max_tokens": 9, **sampling})  # type: ignore[arg-type]
     return Generate(name, pack_token_ids([*prompt.encode()]), params, output_token_ids=pack_token_ids([1] * output))
+
+
+def left(name: str, prompt: str) -> Left:
+    message = generate(name, prompt)
+    return Left(name, message.token_ids, message.sampling)
 
 
 class Engine:
@@ -302,6 +307,70 @@ def test_a_fatal_request_costs_two_engines_whatever_kills_come_between(tmp_path:
     assert has_served
     assert num_ended == 2
     assert [digest for digest, _ in suspicion.culprits] == [digest_of(generate("bad", "bad"))]
+
+
+@pytest.mark.parametrize("num_clients", [1, 2])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_fatal_request_costs_two_engines_though_its_client_leaves_and_sends_it_again(
+    tmp_path: Path, num_clients: int, is_killed: bool
+) -> None:
+    """A step with it ends the engine. It has another id each time. is_killed: the second engine ends before that."""
+    suspicion, num_ended = Suspicion(), 0
+    for life in range(8):
+        engine = Engine(tmp_path, suspicion)
+        if life:
+            for number in range(num_clients):
+                engine.suspects.record_left(left(f"bad {life - 1} {number}", "bad"))
+        bad = [f"bad {life} {number}" for number in range(num_clients)]
+        if engine.suspects.is_culprit(generate(bad[0], "bad"), 1.0):
+            break
+        for name in bad:
+            with engine.suspects.taking(generate(name, "bad")):
+                pass
+        engine.take("other")
+        from_outside = is_killed and life == 1
+        suspects = [name for name in (*bad, "other") if engine.suspects.until(name)]
+        planned = ["other"] if from_outside else [name for name in (*bad, "other") if name not in suspects[1:]]
+        engine.begin(1, *(chunk(name, 0, 3) for name in planned))
+        num_ended += not from_outside
+        suspicion = suspicion_after(suspicion, engine.last, from_outside=from_outside, now=0.0)
+    assert num_ended == 2
+    assert [digest for digest, _ in suspicion.culprits] == [digest_of(generate("bad", "bad"))]
+
+
+@pytest.mark.parametrize("when", ["while it waits", "in its step"])
+def test_a_fatal_request_is_found_out_though_its_client_leaves_once_the_next_engine_has_it(
+    tmp_path: Path, when: str
+) -> None:
+    engine = Engine(tmp_path, Suspicion({"bad": 5, "other": 5}))
+    engine.take("bad")
+    if when == "in its step":
+        engine.begin(1, chunk("bad", 0, 5))
+    engine.suspects.record_abort("bad")
+    engine.suspects.record_abort("unknown")
+    if when == "while it waits":
+        engine.take("again")
+        engine.begin(1, chunk("again", 0, 5))
+    assert after(Suspicion(), engine.last) == Suspicion({"other": 5}, ((digest_of(generate("bad")), 100.0),))
+
+
+def test_whoever_sends_the_work_of_an_innocent_whose_client_left_passes_and_nobody_is_suspected_then(
+    tmp_path: Path,
+) -> None:
+    engine = Engine(tmp_path, Suspicion({"a": 5}))
+    engine.suspects.record_left(left("a", "hello"))
+    engine.suspects.record_left(left("b", "other"))
+    assert [*engine.last.suspects] == [f"work {digest_of(generate('c'))}"]
+    engine.take("c", "d")
+    engine.begin(1, chunk("c", 0, 5))
+    engine.suspects.settle(1)
+    engine.begin(2, chunk("c", 5))
+    engine.suspects.settle(2)
+    assert engine.last.suspects == {}
+    engine.take("e")
+    assert [engine.suspects.until(name) for name in "cde"] == [0, 0, 0]
+    engine.begin(3, chunk("d", 0, 5), chunk("e", 0, 5))
+    assert engine.last.trials == []
 
 
 # Where a death came from.

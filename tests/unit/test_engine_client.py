@@ -18,7 +18,7 @@ from moeserve.config import ServeConfig
 from moeserve.frontend.relay import engine_client
 from moeserve.frontend.relay.engine_client import MAX_COMMANDS_OF_KEY, EngineClient, EngineLink
 from moeserve.frontend.relay.request_group import CrashSuspect, EngineAsleep, EngineBusy, EngineGone
-from moeserve.plan import SamplingParams
+from moeserve.plan import FinishReason, SamplingParams
 from moeserve.wire import (
     Abort,
     Admitted,
@@ -26,6 +26,7 @@ from moeserve.wire import (
     ControlResult,
     EngineNews,
     Generate,
+    Left,
     Message,
     Output,
     Outputs,
@@ -190,17 +191,41 @@ async def test_a_request_that_ended_engines_ends_and_the_others_go_on(lives: Liv
             await again.admitted()
 
 
+def left(link: Link) -> list[str]:
+    return [message.request_id for message in link.sent if isinstance(message, Left)]
+
+
 @with_lives
-async def test_a_client_that_leaves_in_the_pause_is_not_handed_over(lives: Lives) -> None:
+async def test_a_client_that_leaves_in_the_pause_is_not_handed_over_and_told_to_the_next_engine(lives: Lives) -> None:
     client = lives.client
     link = await lives.begin()
     async with client.submit(generate("a")):
         async with client.submit(generate("b")):
             link.die()
+            async with client.submit(generate("new")):
+                pass
         link = await lives.begin()
         assert link.asked() == ["a"]
+        assert isinstance(link.sent[0], Left)
+        assert left(link) == ["b"]
         assert not any(isinstance(message, Abort) for message in link.sent)
     assert [message.request_id for message in link.sent if isinstance(message, Abort)] == ["a"]
+
+
+@with_lives
+async def test_an_engine_is_told_whose_clients_left_before_the_last_one_died_without_ending_them(lives: Lives) -> None:
+    """As of an engine that hangs."""
+    link = await lives.begin()
+    for name in "abc":
+        async with lives.client.submit(generate(name)):
+            pass
+    link.say(Outputs([Output("a", [], FinishReason.ABORT)]))
+    link.say(Rejected("c", "invalid", "no"))
+    link.die()
+    link = await lives.begin()
+    assert left(link) == ["b"]
+    link.die()
+    assert left(await lives.begin()) == []
 
 
 def test_messages_wait_in_order_for_an_engine_that_takes_none_yet(tmp_path: Path) -> None:

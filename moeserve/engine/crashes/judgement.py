@@ -15,6 +15,7 @@ from moeserve.wire import Suspicion
 # (`launcher.life`), which a repeated request cannot use up then.
 _CULPRIT_SECONDS = 90.0
 _MAX_CULPRITS = 16
+WORK = "work"  # begins the names of suspects that are known by their work
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class LastWork:
     suspects: dict[str, int]
 
 
+def name_of_work(digest: str) -> str:
+    """Return the name of a suspect whose client left: requests are known again by their work, not by their ids."""
+    return f"{WORK} {digest}"
+
+
 def suspicion_after(before: Suspicion, last: LastWork | None, *, from_outside: bool, now: float) -> Suspicion:
     """Return the suspicions of the next engine.
 
@@ -43,9 +49,10 @@ def suspicion_after(before: Suspicion, last: LastWork | None, *, from_outside: b
     if from_outside:
         return Suspicion(last.suspects, culprits)
     # With steps planned ahead a trial may still be named whose suspect has passed since.
-    guilty = [(request_id, digest) for request_id, digest in last.trials if request_id in last.suspects]
+    names = [({request_id, name_of_work(digest)}, digest) for request_id, digest in last.trials]
+    guilty = [(own, digest) for own, digest in names if not own.isdisjoint(last.suspects)]
     if not guilty:
         return Suspicion(last.suspects | last.named, culprits)
-    request_id, digest = guilty[0]
-    others = {other: place for other, place in last.suspects.items() if other != request_id}
+    own, digest = guilty[0]
+    others = {other: place for other, place in last.suspects.items() if other not in own}
     return Suspicion(others, (*culprits, (digest, now + _CULPRIT_SECONDS))[-_MAX_CULPRITS:])

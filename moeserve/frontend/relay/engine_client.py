@@ -31,6 +31,7 @@ from moeserve.wire import (
     Finish,
     Generate,
     Hello,
+    Left,
     Message,
     Outputs,
     Refused,
@@ -86,6 +87,8 @@ class EngineClient:
         self._on_stats = on_stats
         self._news_fd = news_fd
         self._groups: dict[str, RequestGroup] = {}
+        # Requests whose clients left, until the engine that has them has ended them or another one is told of them.
+        self._left: dict[str, Generate] = {}
         self._controls: dict[int, asyncio.Future[ControlResult]] = {}
         self._next_control = 0
         self._num_commands: Counter[str] = Counter()
@@ -133,8 +136,11 @@ class EngineClient:
         finally:
             for generate in generates:
                 self._groups.pop(generate.request_id, None)
-            for request_id in group.close():
-                self._send_of_group(Abort(request_id))
+            is_with_engine, left = group.is_with_engine, group.close()
+            for generate in left:
+                self._left[generate.request_id] = generate
+                if is_with_engine:
+                    self._send_of_group(Abort(generate.request_id))
 
     async def control(self, command: str, arguments: dict[str, Any] | None = None, tenant: str = "") -> ControlResult:
         """Send a command and return the engine's answer. tenant: the account of the key that asks for it.
@@ -296,6 +302,9 @@ class EngineClient:
         self.ready, self.away_reason, self.lost, self.rest = ready, None, asyncio.Event(), Rest.AWAKE
         self._change()
         log.info("engine_ready", pid=ready.pid, device=ready.device, max_model_len=ready.max_model_len)
+        for left in self._left.values():
+            self._link.send(Left(left.request_id, left.token_ids, left.sampling, left.beams))
+        self._left.clear()
         for group in self._open_groups():
             self._hand_over(group)
 
@@ -312,9 +321,13 @@ class EngineClient:
                 for output in outputs:
                     if group := self._groups.get(output.request_id):
                         group.put(output)
+                    elif output.finish_reason is not None:
+                        self._left.pop(output.request_id, None)
             case Admitted(request_id=request_id) | Rejected(request_id=request_id):
                 if group := self._groups.get(request_id):
                     group.answer(message)
+                elif isinstance(message, Rejected):
+                    self._left.pop(request_id, None)
             case Stats():
                 if self._on_stats is not None:
                     self._on_stats(message)

@@ -244,9 +244,16 @@ class RequestGroup:
         if self._is_with_engine:
             self._send(Turned(self._ids[index]))
 
-    def close(self) -> list[str]:
-        """Return the requests that the engine has and that still need an abort. Later outputs are dropped."""
-        left = [request_id for request_id in self._ids if request_id in self._open] if self._is_with_engine else []
+    @property
+    def is_with_engine(self) -> bool:
+        """True while an engine has the requests."""
+        return self._is_with_engine
+
+    def close(self) -> list[Generate]:
+        """Return the requests that have not ended and that an engine has, or had when it died. Later outputs are
+        dropped."""
+        had_engine = self._is_with_engine or self.num_deaths > 0
+        left = [one.generate for one in self._sequences if had_engine and one.generate.request_id in self._open]
         self._open.clear()
         if self._timer is not None:
             self._timer.cancel()
