@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http import HTTPStatus
 from types import FrameType
 from typing import Any
 
@@ -19,8 +20,8 @@ import click
 from launcher.agents import AGENTS, Agent, Server
 from launcher.own_service import ServiceNotStarted, own_service
 from launcher.server_client import ServerError, open_url, optional_server_option
+from moeserve.listeners import USUAL_URL, why_not_own
 
-_USUAL_URL = "http://127.0.0.1:8000"
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 2.0  # how long a server at the usual address may take to answer before one is started
 _LOADING_LOOK_S = 0.5  # between two looks whether a server has loaded its model
@@ -40,9 +41,9 @@ def launch(
 ) -> None:
     """Start AGENT (codex, claude, opencode or qwen) with this server as its model.
 
-    The server is the one at --url, or else one that answers at port 8000, or else one that is started here on a free
-    port and ends with the agent. The agent's own configuration stays as it is. Options for moeserve come before AGENT;
-    all arguments after it are the agent's.
+    The server is the one at --url, or else one of this user that answers at port 8000, or else one that is started
+    here on a free port and ends with the agent. The agent's own configuration stays as it is. Options for moeserve
+    come before AGENT; all arguments after it are the agent's.
     """
     chosen = AGENTS[agent]
     program = shutil.which(chosen.program)
@@ -63,8 +64,8 @@ def launch(
 @contextmanager
 def _server(url: str | None, key: str | None, settings: Sequence[str]) -> Iterator[str]:
     """Yield the address of a server, which ends with the block if it was started here."""
-    if url is None and not settings and _answers(_USUAL_URL, key):
-        url = _USUAL_URL
+    if url is None and not settings and _usual_answers(key):
+        url = USUAL_URL
     if url is not None:
         click.echo(f"moeserve: asks the server at {url}.", err=True)
         yield url
@@ -74,13 +75,22 @@ def _server(url: str | None, key: str | None, settings: Sequence[str]) -> Iterat
         yield address
 
 
-def _answers(url: str, key: str | None) -> bool:
-    """Return whether a server of moeserve answers there and takes the key."""
+def _usual_answers(key: str | None) -> bool:
+    """Return whether a server of moeserve answers at the usual address and takes the key.
+
+    Raise ServerError for another user's: it would get key and prompts, and an agent runs the commands that it answers.
+    """
+    reason = why_not_own()
     try:
-        with open_url(f"{url}/v1/models", None, key, _LOOK_S) as response:
-            return bool(json.load(response)["data"][0]["owned_by"] == "moeserve")
-    except (ServerError, ValueError, KeyError, IndexError, TypeError):
+        with open_url(f"{USUAL_URL}/v1/models", None, key if reason is None else None, _LOOK_S) as response:
+            answers = bool(json.load(response)["data"][0]["owned_by"] == "moeserve")
+    except ServerError as error:
+        answers = reason is not None and error.status == HTTPStatus.UNAUTHORIZED
+    except (ValueError, KeyError, IndexError, TypeError):
         return False
+    if answers and reason is not None:
+        raise ServerError(reason)
+    return answers
 
 
 def describe(url: str, key: str | None) -> Server:

@@ -9,23 +9,39 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import click
+from click.core import ParameterSource
+
+from moeserve.listeners import USUAL_URL, why_not_own
 
 _TIMEOUT = 600.0  # seconds of silence after which a connection fails
 
 
 class ServerError(click.ClickException):
-    """The server cannot be reached, or it refused; the message is one sentence, with which a command ends."""
+    """The server cannot be reached, or it refused; the message is one sentence, with which a command ends.
+
+    status: of the answer that refused, None without one.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-def _base_url(_context: click.Context, _parameter: click.Parameter, text: str | None) -> str | None:
-    """Complete an address as people write it: a scheme may be missing, and `/v1` may be there."""
+def _base_url(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
+    """Complete an address as people write it: a scheme may be missing, and `/v1` may be there.
+
+    Raise ServerError where none is given and another user's server, or none, is at the usual address.
+    """
     if text is None:
         return None
+    is_usual = context.get_parameter_source(parameter.name or "") is ParameterSource.DEFAULT
+    if is_usual and (reason := why_not_own()) is not None:
+        raise ServerError(reason)
     return (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
 
 
 server_option = click.option(
-    "--url", default="http://127.0.0.1:8000", show_default=True, callback=_base_url, help="Address of the server."
+    "--url", default=USUAL_URL, show_default=True, callback=_base_url, help="Address of the server."
 )
 optional_server_option = click.option(
     "--url", callback=_base_url, help="Address of the server; without it one is started for the run."
@@ -41,7 +57,7 @@ def open_url(url: str, body: dict[str, Any] | None, api_key: str | None, timeout
     try:
         return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout)
     except urllib.error.HTTPError as error:
-        raise ServerError(_refusal(error)) from None
+        raise ServerError(_refusal(error), error.code) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ServerError(f"No server answers at {url} ({reason}): start one with `moeserve serve`.") from None

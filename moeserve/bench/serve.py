@@ -19,8 +19,8 @@ from moeserve.bench.metrics import Slo
 from moeserve.bench.report import print_report, to_json
 from moeserve.bench.runs import Environment, Findings, Settings, Target, describe_machine, measure, prepare
 from moeserve.bench.workloads import WORKLOADS, Shape
+from moeserve.listeners import USUAL_URL, why_not_own
 
-_DEFAULT_URL = "http://127.0.0.1:8000"
 _TABLE_WIDTH = 160
 _USUAL_WORKLOADS = ("agents", "stream", "streams", "prefix-ttft")
 _NAMED_URL = re.compile(r"([\w.-]+)=(https?://.+)")
@@ -61,7 +61,7 @@ def _slo(ctx: click.Context, param: click.Parameter, value: str | None) -> Slo |
     "urls",
     multiple=True,
     metavar="[NAME=]URL",
-    help=f"Server to measure; several are measured in turn and compared with the first.  [default: {_DEFAULT_URL}]",
+    help=f"Server to measure; several are measured in turn and compared with the first.  [default: {USUAL_URL}]",
 )
 @click.option(
     "--model",
@@ -258,7 +258,9 @@ def _settings(options: dict[str, Any]) -> Settings:
 
 
 def _targets(options: dict[str, Any]) -> list[Target]:
-    urls = options["urls"] or (_DEFAULT_URL,)
+    if not options["urls"] and (reason := why_not_own()) is not None:
+        raise click.ClickException(reason)
+    urls = options["urls"] or (USUAL_URL,)
     models = _one_for_each("--model", options["models"], urls)
     api_keys = _one_for_each("--api-key", options["api_keys"], urls)
     targets = []

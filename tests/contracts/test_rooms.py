@@ -26,6 +26,7 @@ ROOMS = {
     ),
     "moeserve": (
         "forever",
+        "listeners",
         "settings",
         "kv_transfer",
         "config",

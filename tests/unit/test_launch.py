@@ -6,6 +6,8 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from click.testing import CliRunner
 from launcher import launch as launching
 from launcher.agents import AGENTS, Server
 from launcher.launch import launch, run_agent
+from launcher.own_service import ServiceNotStarted
+from moeserve.listeners import why_not_own
 from tests.support.local_http import Handler, local_server
 
 SERVER = Server("http://127.0.0.1:9", "demo", 32768, 1024, "k")
@@ -105,10 +109,53 @@ def test_a_server_that_does_not_answer_is_one_sentence(said: Path) -> None:
     assert "No server answers at http://127.0.0.1:9" in result.output
 
 
-def test_the_server_at_the_usual_port_is_taken(url: str, said: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_USUAL_URL", url)
+def test_this_users_server_at_the_usual_port_is_taken(url: str, said: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "USUAL_URL", url)
+    monkeypatch.setattr(launching, "why_not_own", partial(why_not_own, int(url.rsplit(":", 1)[1])))
     assert CliRunner().invoke(launch, ["claude"]).exit_code == 7
     assert f"ANTHROPIC_BASE_URL={url}" in said.read_text().splitlines()
+
+
+@pytest.mark.parametrize("status", [200, 401])
+def test_another_users_server_at_the_usual_port_gets_no_key_and_no_agent(
+    status: int, said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: list[str | None] = []
+
+    class Foreign(Handler):
+        def do_GET(self) -> None:
+            keys.append(self.headers["Authorization"])
+            found = {"data": [{"id": "m", "owned_by": "moeserve", "max_model_len": 4096}]}
+            self.answer(status, json.dumps(found).encode())
+
+    with local_server(Foreign) as address:
+        monkeypatch.setattr(launching, "USUAL_URL", f"http://{address}")
+        monkeypatch.setattr(launching, "why_not_own", lambda: "It is another user's.")
+        result = CliRunner().invoke(launch, ["--api-key", "secret", "claude"])
+    assert (result.exit_code, result.output) == (1, "Error: It is another user's.\n")
+    assert keys == [None]
+    assert not said.exists()
+
+
+def test_what_else_another_user_has_at_the_usual_port_is_passed_over(
+    said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(Handler):
+        def do_GET(self) -> None:
+            self.answer(404, b"")
+
+    @contextmanager
+    def own_service(_: object) -> Iterator[str]:
+        raise ServiceNotStarted("would be started")
+        yield ""
+
+    with local_server(Other) as address:
+        monkeypatch.setattr(launching, "USUAL_URL", f"http://{address}")
+        monkeypatch.setattr(launching, "why_not_own", lambda: "It is another user's.")
+        monkeypatch.setattr(launching, "own_service", own_service)
+        result = CliRunner().invoke(launch, ["claude"])
+    assert result.exit_code == 1
+    assert "would be started" in result.output
 
 
 @pytest.mark.parametrize("name", AGENTS)
