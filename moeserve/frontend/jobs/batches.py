@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -29,7 +29,7 @@ from moeserve.frontend.keys import Identity
 from moeserve.frontend.prepare.messages import Ask, Body, Kind, Prepared, expect
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import batches, files, responses
-from moeserve.frontend.store.batches import BatchState, StoredBatch
+from moeserve.frontend.store.batches import BatchState, OpenBatch, StoredBatch
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.store import STORE_FULL, Shelf, Store
 
@@ -82,40 +82,37 @@ class Batches:
                     if found.owner in ("", self._owner.name) or self._owner.is_dead(found.owner):
                         await self._attend(found)
 
-    async def _attend(self, found: StoredBatch) -> None:
-        """Work on a batch that no other process works on, unless another one of its key is worked on."""
+    async def _attend(self, found: OpenBatch) -> None:
+        """End a batch that is to end; else work on it, unless another one of its key is worked on."""
         task = self._tasks.get(found.caller)
-        if found.state == "cancelling":
-            if task is not None and task.get_name() == found.batch_id:
-                await cancel(task)
-            await self._end(found, "cancelled", [])
-        elif task is None:
-            take = partial(batches.take, batch_id=found.batch_id, before=found.owner, owner=self._owner.name)
-            batch, now = await self._store.write(found.caller, lambda shelf: (take(shelf), shelf.now))
-            if batch is not None:
-                task = asyncio.create_task(self._run(batch, batch.expires - now), name=batch.batch_id)
-                self._tasks[batch.caller] = task
-                task.add_done_callback(partial(self._forget, batch.caller))
+        try:
+            if found.state in ("cancelling", "expired"):
+                if task is not None and task.get_name() == found.batch_id:
+                    await cancel(task)
+                await self._end(found, found.state, [])
+            elif task is None:
+                batch = await self._change(found, batches.take, before=found.owner, owner=self._owner.name)
+                if batch is not None:
+                    task = asyncio.create_task(self._run(batch), name=batch.batch_id)
+                    self._tasks[batch.caller] = task
+                    task.add_done_callback(partial(self._forget, batch.caller))
+        except ApiError as error:
+            await self._give_up(found, error)
 
     def _forget(self, caller: bytes, _: asyncio.Task[None]) -> None:
         del self._tasks[caller]
 
-    async def _run(self, batch: StoredBatch, left_s: float) -> None:
+    async def _run(self, batch: StoredBatch) -> None:
         try:
-            try:
-                async with asyncio.timeout(left_s):
-                    errors = await self._work(batch)
-                await self._end(batch, "failed" if errors else "completed", errors)
-            except TimeoutError:
-                await self._end(batch, "expired", [])
+            errors = await self._work(batch)
+            await self._end(batch, "failed" if errors else "completed", errors)
         except asyncio.CancelledError:
-            leave = partial(batches.take, batch_id=batch.batch_id, before=self._owner.name, owner="")
-            await self._store.write(batch.caller, leave)
+            await self._change(batch, batches.take, before=self._owner.name, owner="")
             raise
         except Exception as error:
             await self._give_up(batch, error)
 
-    async def _give_up(self, batch: StoredBatch, error: Exception) -> None:
+    async def _give_up(self, batch: OpenBatch | StoredBatch, error: Exception) -> None:
         """End a batch that cannot go on. If the store does not answer, a later look begins again."""
         if not isinstance(error, ApiError):  # A defect here is its batch's alone.
             log.error("batch_failed", exc_info=error)
@@ -126,13 +123,16 @@ class Batches:
         with suppress(ApiError):
             await self._end(batch, "failed", [error])
 
-    async def _end(self, batch: StoredBatch, state: BatchState, errors: list[ApiError]) -> None:
-        while await self._store.write(batch.caller, partial(batches.close_lines, batch_id=batch.batch_id, state=state)):
+    async def _change(self, batch: OpenBatch | StoredBatch, work: Callable[..., _T], **arguments: Any) -> _T:
+        """Return the result of work on a batch, in a transaction of its caller's."""
+        return await self._store.write(batch.caller, partial(work, batch_id=batch.batch_id, **arguments))
+
+    async def _end(self, batch: OpenBatch | StoredBatch, state: BatchState, errors: list[ApiError]) -> None:
+        while await self._change(batch, batches.close_lines, state=state):
             pass
         data = [{"code": error.code, "message": error.message} for error in errors]
         packed = msgspec.json.encode({"object": "list", "data": data}) if data else None
-        end = partial(batches.end, batch_id=batch.batch_id, state=state, errors=packed)
-        await self._store.write(batch.caller, end)
+        await self._change(batch, batches.end, state=state, errors=packed)
 
     async def _work(self, batch: StoredBatch) -> list[ApiError]:
         """Have all lines answered; return what is wrong with the file. Raise ApiError for a batch that cannot go on."""
@@ -159,7 +159,7 @@ class Batches:
     async def _expand(self, batch: StoredBatch) -> list[str]:
         """Enter a line for each request of a batch's file; return what is wrong with it."""
         # An earlier process may have died amid this.
-        while await self._store.write(batch.caller, partial(batches.close_lines, batch_id=batch.batch_id)):
+        while await self._change(batch, batches.close_lines):
             pass
         start = total = 0
         number, problems, part = 1, list[str](), b"\n"
@@ -167,29 +167,31 @@ class Batches:
         while part.endswith(b"\n") and len(problems) < limits.MAX_BATCH_ERRORS:
             part = await self._part(batch, start)
             places = await _patiently(partial(self._read, batch, BatchPart(number, batch.path), part))
-            add = partial(batches.add_lines, batch_id=batch.batch_id, start=start, places=places)
-            problems += await self._store.write(batch.caller, add)
+            problems += await self._change(batch, batches.add_lines, start=start, places=places)
             start, number, total = start + len(part), number + part.count(b"\n"), total + len(places)
             if total > limits.MAX_BATCH_LINES:
                 return [f"a batch takes at most {limits.MAX_BATCH_LINES} requests"]
         if not total:
             return ["the file holds no request"]
         if not problems:
-            move = partial(batches.move, before=("validating",), state="in_progress", total=total)
-            await self._store.write(batch.caller, partial(move, batch_id=batch.batch_id))
+            await self._change(batch, batches.move, before=("validating",), state="in_progress", total=total)
         return problems[: limits.MAX_BATCH_ERRORS]
 
     async def _part(self, batch: StoredBatch, start: int) -> bytes:
         """Return whole lines of a batch's file from byte `start` on, or more of one line than a request may have."""
         part = b""
         for size in (_PART_BYTES, self._services.run.config.max_request_bytes + 1):
-            read = partial(files.read, file_id=batch.input_file, start=start, size=size)
-            part = await self._store.read(batch.caller, read)
+            part = await self._content(batch, start, size)
             if len(part) == size and (end := part.rfind(b"\n")) >= 0:
                 return part[: end + 1]
             if len(part) < size:
                 break
         return part
+
+    async def _content(self, batch: StoredBatch, start: int, size: int) -> bytes:
+        return await self._store.read(
+            batch.caller, partial(files.read, file_id=batch.input_file, start=start, size=size)
+        )
 
     async def _read(self, batch: StoredBatch, part: BatchPart, content: bytes) -> list[LinePlace]:
         services, most = self._services, self._services.run.config.max_request_bytes
@@ -226,8 +228,7 @@ class Batches:
         """Have a line answered like a request of its route; return the answer and its formatter. Raise ApiError."""
         services, kind = self._services, KINDS[batch.path]
         facts = services.check_serving()
-        read = partial(files.read, file_id=batch.input_file, start=line.start, size=line.size)
-        body = await self._store.read(batch.caller, read)
+        body = await self._content(batch, line.start, line.size)
         lend = partial(responses.lend, self._store, batch.caller)
         prepared = expect(await services.prepare(kind, body, identity, lend=lend), Prepared)
         request = prepared.request

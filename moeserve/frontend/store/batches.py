@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -29,19 +29,16 @@ _LINE_BYTES = 320  # of a line without an answer, beside its `custom_id`
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """A batch. owner: the HTTP process that works on it, "" for none. created: UNIX time. expires: by the clock of the
-    store. metadata, errors: JSON. times: UNIX times by state, as JSON. total: its lines, once they are known. tries:
-    processes that have died while they had it.
+    """A batch. created: UNIX time. metadata, errors: JSON. times: UNIX times by state, as JSON. total: its lines, once
+    they are known. tries: processes that have died while they had it.
     """
 
     batch_id: str
     caller: bytes
-    owner: str
     state: BatchState
     path: str
     input_file: str
     created: int
-    expires: float
     metadata: bytes
     times: str
     errors: bytes | None
@@ -53,8 +50,17 @@ class StoredBatch:
     error_file: str | None
 
 
-_COLUMNS = """id, caller, owner, state, path, input_file, created, expires, metadata, times, errors, total, succeeded,
-              failed, tries, output_file, error_file"""
+class OpenBatch(NamedTuple):
+    """A batch that has not ended. owner: the HTTP process that works on it, "" for none."""
+
+    batch_id: str
+    caller: bytes
+    state: BatchState
+    owner: str
+
+
+_COLUMNS = """id, caller, state, path, input_file, created, metadata, times, errors, total, succeeded, failed, tries,
+              output_file, error_file"""
 
 
 def add_batch(shelf: Shelf, owner: str, path: str, input_file: str, metadata: bytes) -> StoredBatch | None:
@@ -85,10 +91,11 @@ def listed(shelf: Shelf, page: Page) -> tuple[list[StoredBatch], bool]:
     return [StoredBatch(*row) for row in found], has_more
 
 
-def open_ones(shelf: Shelf) -> list[StoredBatch]:
-    """Return the open batches of all callers, the oldest first."""
-    found = shelf.db.execute(f"SELECT {_COLUMNS} FROM batches WHERE {_IS_OPEN} ORDER BY rowid")
-    return [StoredBatch(*row) for row in found]
+def open_ones(shelf: Shelf) -> list[OpenBatch]:
+    """Return the open batches of all callers, the oldest first; those whose time is over as expired."""
+    state = "CASE WHEN expires < ? AND state != 'cancelling' THEN 'expired' ELSE state END"
+    query = f"SELECT id, caller, {state}, owner FROM batches WHERE {_IS_OPEN} ORDER BY rowid"
+    return [OpenBatch(*row) for row in shelf.db.execute(query, (shelf.now,))]
 
 
 def take(shelf: Shelf, batch_id: str, before: str, owner: str) -> StoredBatch | None:
