@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from moeserve.frontend import limits
+from moeserve.frontend.dialects import decimals
 from moeserve.frontend.errors import ApiError, invalid, unsupported
 
 _ABSENT = frozenset({b"null"})
@@ -124,7 +125,7 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
         for name in sorted(unknown & UNSUPPORTED.keys()):
             if _compact(bytes(raw[name])) not in UNSUPPORTED[name]:
                 raise unsupported(name)
-        return msgspec.json.decode(body, type=expected), tuple(sorted(unknown - UNSUPPORTED.keys()))
+        return decimals.decode(body, expected), tuple(sorted(unknown - UNSUPPORTED.keys()))
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error), expected) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -17,6 +17,7 @@ import msgspec
 from llguidance import regex_to_lark
 
 from moeserve.frontend import limits
+from moeserve.frontend.dialects import decimals
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
 from moeserve.frontend.errors import ApiError, invalid, unsupported
 from moeserve.grammars.large_numbers import LargeNumberError, expression_of, part_of
@@ -222,7 +223,7 @@ def _json(schema: Any, where: str) -> OutputFormat | None:
     """Return the form of a JSON schema, also of one that came as text."""
     if isinstance(schema, str):
         try:
-            schema = msgspec.json.decode(schema)
+            schema = decimals.decode(schema, Any, where)
         except (msgspec.DecodeError, RecursionError):
             raise invalid(f"`{where}` is not valid JSON", where) from None
     return None if schema is None else OutputFormat("json_schema", checked_size(schema, where), where)
