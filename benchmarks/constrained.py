@@ -21,13 +21,12 @@ from tokenizers import Tokenizer
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
-from moeserve.engine.planner import build_scheduler
+from moeserve.engine.planner import build_caches, build_scheduler
 from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import Chunk, Computed, Pending, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Runner, Steps
 
 PROMPT = "List the staff of a hospital as JSON."
@@ -113,7 +112,7 @@ class Bench:
     def __init__(self, folder: Path, max_streams: int) -> None:
         config = ServeConfig(max_num_seqs=max_streams, max_model_len=1024, enable_prefix_caching=False)
         rank = load_rank(folder, plan_model(folder, config), config, lambda _: None).start()
-        self._scheduler: Scheduler = build_scheduler(config, rank.model.kv)[0]
+        self._scheduler = build_scheduler(config, rank.model.kv, build_caches(config, rank.model.kv))
         self._runner = rank.runner
         self._prompt = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
         self._eos = tuple(rank.model.eos_token_ids)

@@ -26,7 +26,7 @@ from benchmarks.constrained import SCHEMA
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
-from moeserve.engine.planner import build_scheduler
+from moeserve.engine.planner import build_caches, build_scheduler
 from moeserve.engine.rank import Rank
 from moeserve.frontend.dialects.formats import constraint_of, of_calls
 from moeserve.frontend.dialects.internal import OutputFormat, Tool
@@ -238,7 +238,8 @@ class Bench:
             if predicts not in ranks:
                 ranks[predicts] = load_rank(folder, plan_model(folder, config), config, lambda _: None).start()
             rank = ranks[predicts]
-            scheduler, _ = build_scheduler(config, rank.model.kv, rope_switch=rank.model.rope_switch)
+            caches = build_caches(config, rank.model.kv)
+            scheduler = build_scheduler(config, rank.model.kv, caches, rope_switch=rank.model.rope_switch)
             most, eos = scheduler.most_forced_drafts, tuple(rank.model.eos_token_ids)
             masks = GrammarMasks(tokenizer, rank.model.spec.vocab_size, eos, most_drafts=most)
             self._masks.append(masks)

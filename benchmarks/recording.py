@@ -23,7 +23,7 @@ from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.experts.observe import ExpertRecording, RecordingPlan, first_statistics, plan_recording
 from moeserve.engine.memory_plan import plan_model
-from moeserve.engine.planner import build_scheduler
+from moeserve.engine.planner import build_caches, build_scheduler
 from moeserve.plan import Chunk, ChunkResult, Request, SamplingParams, StepPlan, StepResult
 
 _WARM_UP_STEPS = 8
@@ -106,7 +106,8 @@ class RecordedModel:
 
     def measure(self, prompts: Sequence[array[int]], steps: int, clock: Callable[[], float]) -> Measured:
         """Decode the prompts together. Statistics that are digested now and then are part of the mean."""
-        scheduler, _ = build_scheduler(self._config, self._rank.model.kv)
+        kv = self._rank.model.kv
+        scheduler = build_scheduler(self._config, kv, build_caches(self._config, kv))
         for number, prompt in enumerate(prompts):
             scheduler.add(Request(f"{number}", prompt, SamplingParams(max_tokens=steps, temperature=0.0)))
         computing, recording, count = 0.0, 0.0, 0

@@ -12,7 +12,7 @@ from experts.prediction.prefetcher import PrefetchObserver
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
-from moeserve.engine.planner import build_scheduler
+from moeserve.engine.planner import build_caches, build_scheduler
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.plan import BeamParams, FinishReason, FoundText, Request, SamplingParams, TokenLogprobs
 from moeserve.scheduling.steps import LocalExecutor, Steps
@@ -44,7 +44,8 @@ class TokenEngine:
         self.spec = rank.model.spec
         self.experts = rank.memory
         model = rank.model
-        self.scheduler, _ = build_scheduler(config, model.kv, rope_switch=model.rope_switch)
+        caches = build_caches(config, model.kv)
+        self.scheduler = build_scheduler(config, model.kv, caches, rope_switch=model.rope_switch)
         self.masks = GrammarMasks(
             directory / "tokenizer.json",
             model.spec.vocab_size,

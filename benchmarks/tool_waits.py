@@ -18,7 +18,7 @@ from random import Random
 import click
 
 from benchmarks.replicas import BLOCK, SCALE, mooncake
-from moeserve.plan import ChunkResult, Request, SamplingParams, StepResult
+from moeserve.plan import Asked, ChunkResult, FinishReason, Request, SamplingParams, StepResult
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.tool_waits import ToolWaits
 from radix_cache import PrefixCache
@@ -76,7 +76,7 @@ class Service:
         self.waits = ToolWaits([self.cache], self.retained_s)
 
     def ask(self, name: str, tokens: array[int], num_output: int, *, has_tools: bool = True) -> None:
-        request = Request(name, tokens[:], SamplingParams(num_output), "key", has_tools=has_tools)
+        request = Request(name, tokens[:], SamplingParams(num_output), "key", asked=Asked(has_tools=has_tools))
         self.scheduler.set_time(self.now)
         self.scheduler.add(request)
 
@@ -100,8 +100,8 @@ class Service:
         self.cached += request.num_cached_tokens
         self.asked += request.num_prompt_tokens
         if calls_tools and self.retained_s:
-            self.waits.record_end(request)
-            self.waits.retain(request.request_id)
+            self.waits.left(request, FinishReason.STOP)
+            self.waits.turned(request.request_id)
 
     @property
     def hit_rate(self) -> float:
@@ -182,7 +182,7 @@ class Agents:
             self._ask_due()
             due = self._calls[0][0] if self._calls else math.inf
             for request in self._service.step(min(due, self._next_one_shot)):
-                if request.has_tools:
+                if request.asked.has_tools:
                     self._end(request)
         return self._service.hit_rate
 

@@ -19,7 +19,7 @@ import click
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
-from moeserve.engine.planner import build_scheduler
+from moeserve.engine.planner import build_caches, build_scheduler
 from moeserve.engine.rank import Rank
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import Computed, Pending, Request, SamplingParams, StepPlan, StepResult
@@ -58,7 +58,7 @@ def _load(folder: Path, config: ServeConfig) -> Rank:
 
 def _measure(ranks: Sequence[Rank], config: ServeConfig, streams: int, prompt_tokens: int, steps: int) -> Both:
     """Compute a number of streams of random prompts with both decoders."""
-    scheduler, _ = build_scheduler(config, ranks[0].model.kv)
+    scheduler = build_scheduler(config, ranks[0].model.kv, build_caches(config, ranks[0].model.kv))
     random, vocab_size = Random(streams), ranks[0].model.spec.vocab_size
     for stream in range(streams):
         prompt = array("i", (random.randrange(vocab_size) for _ in range(prompt_tokens)))

@@ -130,6 +130,17 @@ class Terms:
 DEFAULT_TERMS = Terms()
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a client asks of the parts of a service (`moeserve.scheduling.parts`)."""
+
+    least_cached: float = 0.0  # the share of the prompt that must be cached for the request to be computed
+    has_tools: bool = False  # the answer may call tools
+
+
+NOTHING_ASKED = Asked()
+
+
 @dataclass(eq=False, slots=True)
 class RequestState:
     """The recurrent state of a request that has a slot, as `moeserve.scheduling.request_states` plans it.
@@ -159,13 +170,11 @@ class Request:
     chunk or a preemption only changes that number. `num_scheduled_tokens` are in plans whose results have not come yet.
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
-    tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`. `has_tools`:
-    its answer may call tools. `cache` is None for most requests; `miss` explains where the match of the prompt ended,
-    until an output carries it. Unless the share `least_cached` of its prompt is cached when it is first looked at, it
-    ends at once. `state` is set with the lease if the model has recurrent states and a slot was free. `arrived_at` is
-    on the scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must leave its
-    place as soon as no plan in flight names it. `mask`: the tokens that its grammar allows next (see `ChunkExtras`),
-    None while they are not known.
+    tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`. `cache` is
+    None for most requests; `miss` explains where the match of the prompt ended, until an output carries it. `state` is
+    set with the lease if the model has recurrent states and a slot was free. `arrived_at` is on the scheduler's clock;
+    `num_uncached_tokens` of the prompt were not cached then. `yields`: it must leave its place as soon as no plan in
+    flight names it. `mask`: the tokens that its grammar allows next (see `ChunkExtras`), None while they are not known.
 
     `draft_tokens` are guesses of the tokens that follow `token_ids`, made with the last commit; where there is a
     grammar, `draft_masks` are the masks after each of them. Guesses in flight do not count as scheduled tokens.
@@ -180,8 +189,6 @@ class Request:
 
     `resumes`: an earlier life of the engine had the request, so it comes before all that came since. `earlier_output`:
     tokens that this life has sampled and reported; the request then continues like a preempted request.
-    `suspect_until`: the request is suspected to have ended that life until it has computed this number of tokens; 0
-    without suspicion.
 
     Where there is a lower tier, `prefix_names` are the names of its first blocks there, as far as they are known.
     `is_sought`: files that other services have written were looked for. `is_looked_up`: it waits for no block from
@@ -215,14 +222,12 @@ class Request:
     failed: bool = False
     cache: CacheWish | None = None
     miss: Miss | None = None
-    has_tools: bool = False
     state: RequestState | None = None
     terms: Terms = DEFAULT_TERMS
     arrived_at: float = 0.0
     num_uncached_tokens: int = field(init=False)
     yields: bool = False
     resumes: bool = False
-    suspect_until: int = 0
     prefix_names: list[bytes] = field(default_factory=list)
     is_sought: bool = False
     is_looked_up: bool = False
@@ -232,7 +237,7 @@ class Request:
     num_hosted_tokens: int = 0
     no_room: Room | None = None
     no_room_to_fill: Room | None = None
-    least_cached: float = 0.0
+    asked: Asked = NOTHING_ASKED
     offers_kv: bool = False
     ticket: KvTicket | None = None
     offered: KvTicket | None = None

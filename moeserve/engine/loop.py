@@ -13,16 +13,15 @@ from moeserve.engine.commands import Commands
 from moeserve.engine.crashes.suspects import Suspects
 from moeserve.engine.experts.monitor import ExpertMonitor
 from moeserve.engine.inbox import Inbox
-from moeserve.engine.kv_events.publisher import KvEvents
 from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.socket import EngineSocket
-from moeserve.plan import CacheWish, FinishReason, Request
+from moeserve.plan import Asked, CacheWish, FinishReason, Request
 from moeserve.scheduling.drafting import DraftCounters
 from moeserve.scheduling.lower_tier import CopyJob, CopyResult, Hosted
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
+from moeserve.scheduling.parts import Part, overriding
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Steps
-from moeserve.scheduling.tool_waits import ToolWaits
 from moeserve.wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -94,12 +93,12 @@ class Engine:
         experts: ExpertMonitor | None = None,
         step_progress: Callable[[], int] = lambda: 0,
         copier: Copier | None = None,
-        events: KvEvents | None = None,
         exchange: KvExchange | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
         """steps: runs the plans of `scheduler`; `suspects` observes them. step_progress: returns a count that moves
         within a long step too. copier: carries out the scheduler's copies up and down, if it has any.
-        events: None if no router listens. exchange: None if no KV moves between services."""
+        exchange: None if no KV moves between services. parts: in their order, see `moeserve.scheduling.parts`."""
         self._socket = socket
         self._scheduler = scheduler
         self._steps = steps
@@ -111,14 +110,14 @@ class Engine:
         block_bytes = ready.kv_bytes // ready.num_blocks
         hosted = None if copier is None else copier.hosted
         self._commands = Commands(caches, experts, self._send, scheduler.lower, block_bytes, scheduler.transfer, hosted)
-        self._tool_waits = ToolWaits(caches)
         self._stats = EngineStats(scheduler, caches)
         self._progress = 0
         self._step_progress = step_progress
         self._copier = copier
         self._tier = None if scheduler.lower is None else scheduler.lower.stored.tier
-        self._events = events
         self._exchange = exchange
+        self._turned = overriding(parts, Part.turned)
+        self._end_turn = overriding(parts, Part.end_turn)
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set. Open requests are then left to the frontends, which see this process end."""
@@ -137,7 +136,7 @@ class Engine:
             if self._exchange is not None:
                 self._exchange.turn(self._scheduler)
             self._exchange_copies()
-            self._send_outputs(self._scheduler.decline_cold())
+            self._send_outputs(self._scheduler.end_declined())
             outputs = self._steps.advance()
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
@@ -150,8 +149,8 @@ class Engine:
                 self._wait_for_blocks()
             if self._stats.due():
                 self._send_stats()
-            if self._events is not None:
-                self._events.send()
+            for end_turn in self._end_turn:
+                end_turn()
         self._commands.close()
         self._finish_writes()
 
@@ -223,7 +222,8 @@ class Engine:
             case Finish():
                 self._end(self._scheduler.finish(message.request_id, message.keep_tokens))
             case Turned():
-                self._tool_waits.retain(message.request_id)
+                for turned in self._turned:
+                    turned(message.request_id)
             case Hello():
                 self._send(sender, self._answer_hello(sender, message))
             case Control():
@@ -280,11 +280,9 @@ class Engine:
             terms=message.terms,
             arrived_at=time.monotonic() if message.arrived_at is None else message.arrived_at,
             resumes=message.resumes,
-            suspect_until=self._suspects.until(message.request_id),
             budget=message.thought,
-            has_tools=message.has_tools,
             earlier_output=output,
-            least_cached=0.0 if output else message.cache_hit_threshold,
+            asked=Asked(message.cache_hit_threshold, message.has_tools),
             offers_kv=message.offers_kv,
             ticket=message.ticket,
             beam_params=message.beams,
@@ -319,8 +317,6 @@ class Engine:
             if output.finish_reason is not None:
                 del self._asked_by[request_id]
                 self._stats.count_end(output.request)
-                if output.finish_reason is FinishReason.STOP:
-                    self._tool_waits.record_end(output.request)
         for receiver, messages in of_frontend.items():
             self._send(receiver, Outputs(messages))
 

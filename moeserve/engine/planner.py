@@ -1,47 +1,40 @@
-"""The scheduler of a service and its prefix caches, by the settings and the memory that there is."""
+"""The scheduler of a service, its parts and its prefix caches, by the settings and the memory that there is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget, step_budget
 from moeserve.kv_transfer import TicketOffice
+from moeserve.scheduling.cold_requests import ColdRequests
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.lower_tier import num_kept_free
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.parts import Part
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.tool_waits import ToolWaits
+from moeserve.scheduling.trials import Trial
 from moeserve.settings.drafts import parse_speculative
 from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache, StoredBlocks
 
 
-def build_scheduler(
+def build_caches(
     config: ServeConfig,
     kv: KvBudget,
     device: str = "cpu",
     *,
-    depth: int = 0,
-    rope_switch: int | None = None,
-    slo: Slo | None = None,
     stored: StoredBlocks | None = None,
     tells_facts: bool = False,
-    office: TicketOffice | None = None,
-    warm_up: Sequence[tuple[int, float]] = (),
-    kv_read_s: Mapping[bool, float] | None = None,
-) -> tuple[Scheduler, list[PrefixCache]]:
-    """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
+) -> list[PrefixCache]:
+    """Return the prefix caches, one per rank.
 
-    depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
-    `Scheduler.set_time`. stored: the blocks in the lower tier, of all ranks; None without one. tells_facts: see
-    `PrefixCache.take_facts`. office, warm_up, kv_read_s: see `Scheduler`.
+    stored: the blocks in the lower tier, of all ranks; None without one. tells_facts: see `PrefixCache.take_facts`.
     """
-    budget = step_budget(config, device)
-    if budget < config.max_num_seqs:
-        raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
     num_slots = kv.num_state_slots
-    caches = [
+    return [
         PrefixCache(
             kv.num_blocks,
             config.block_size,
@@ -53,12 +46,42 @@ def build_scheduler(
             num_window_blocks=kv.num_window_blocks,
             window=kv.window,
             stored=stored,
-            num_kept_free=num_kept_free(kv.num_blocks, budget, config.block_size),
+            num_kept_free=num_kept_free(kv.num_blocks, step_budget(config, device), config.block_size),
             tells_facts=tells_facts,
         )
         for _ in range(config.expert_parallel_size)
     ]
-    scheduler = Scheduler(
+
+
+def build_parts(caches: Sequence[PrefixCache], suspects_until: Callable[[str], int]) -> list[Part]:
+    """Return the parts of every service, in their order. suspects_until: see `Trial`."""
+    return [ColdRequests(), Trial(suspects_until), ToolWaits(caches)]
+
+
+def build_scheduler(
+    config: ServeConfig,
+    kv: KvBudget,
+    caches: Sequence[PrefixCache],
+    device: str = "cpu",
+    *,
+    depth: int = 0,
+    rope_switch: int | None = None,
+    slo: Slo | None = None,
+    office: TicketOffice | None = None,
+    warm_up: Sequence[tuple[int, float]] = (),
+    kv_read_s: Mapping[bool, float] | None = None,
+    parts: Sequence[Part] = (),
+) -> Scheduler:
+    """Return the scheduler over the caches of all ranks. Raise ConfigError for contradicting limits.
+
+    depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
+    `Scheduler.set_time`. office, warm_up, kv_read_s, parts: see `Scheduler`.
+    """
+    budget = step_budget(config, device)
+    if budget < config.max_num_seqs:
+        raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
+    num_slots = kv.num_state_slots
+    return Scheduler(
         caches,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
@@ -73,8 +96,8 @@ def build_scheduler(
         office=office,
         warm_up=warm_up,
         kv_read_s=kv_read_s,
+        parts=parts,
     )
-    return scheduler, caches
 
 
 def _drafting(config: ServeConfig, *, has_states: bool, run_ahead: bool) -> Drafting | None:

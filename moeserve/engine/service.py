@@ -31,7 +31,7 @@ from moeserve.engine.kv_host import HostCopier, HostedBlocks, KvHost, disk_copie
 from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.loop import Copier, Engine
 from moeserve.engine.memory_plan import ModelPlan, plan_model
-from moeserve.engine.planner import build_scheduler
+from moeserve.engine.planner import build_caches, build_parts, build_scheduler
 from moeserve.engine.rank import Rank, ServedModel
 from moeserve.engine.ranks.copies import RankCopies
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
@@ -40,6 +40,7 @@ from moeserve.model.demo import ANSWER_TOKENS, demo_named
 from moeserve.model.families import GenerationDefaults
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.scheduling.pacing import service_slo
+from moeserve.scheduling.parts import Part
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
 from moeserve.settings.generation import MAX_NEW_TOKENS, parse_generation
@@ -169,7 +170,10 @@ def serve(
     hosted = open_hosted(config, rank) if has_both else None
     kv_events = parse_kv_events(config.kv_events_config)
     exchange = None if config.kv_transfer_config is None else KvExchange(context, rank, config.kv_transfer_config)
-    scheduler, caches = _build_scheduler(config, rank, lower, exchange, tells_facts=kv_events.is_on)
+    stored = None if lower is None else lower.stored
+    caches = build_caches(config, model.kv, model.device, stored=stored, tells_facts=kv_events.is_on)
+    parts = build_parts(caches, suspects.until)
+    scheduler = _build_scheduler(config, rank, caches, lower, exchange, parts)
     with ExitStack() as ends:
         if exchange is not None:
             ends.callback(exchange.close)
@@ -182,11 +186,12 @@ def serve(
         events = _start_events(kv_events, caches, sockets, ends) if kv_events.is_on else None
         drafts, event_sources = scheduler.draft_counters is not None, [] if events is None else events.sources
         ready = _ready(context, rank, caches[0], event_sources, drafts=drafts)
+        parts = parts if events is None else [*parts, events]
         steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
         monitor = _monitor(context, model.spec, recording, sources)
         copier = None if lower is None else _start_copier(lower, rank, hosted, copies, executor)
         progress = rank.progress.count
-        engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, events, exchange)
+        engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, exchange, parts)
         if recording is not None:
             ends.callback(_save, recording)
         if exchange is not None:
@@ -200,21 +205,26 @@ def serve(
 
 
 def _build_scheduler(
-    config: ServeConfig, rank: Rank, lower: KvDisk | KvHost | None, exchange: KvExchange | None, *, tells_facts: bool
-) -> tuple[Scheduler, list[PrefixCache]]:
+    config: ServeConfig,
+    rank: Rank,
+    caches: Sequence[PrefixCache],
+    lower: KvDisk | KvHost | None,
+    exchange: KvExchange | None,
+    parts: Sequence[Part],
+) -> Scheduler:
     model = rank.model
     return build_scheduler(
         config,
         model.kv,
+        caches,
         model.device,
         depth=rank.depth,
         rope_switch=model.rope_switch,
         slo=service_slo(config),
-        stored=None if lower is None else lower.stored,
-        tells_facts=tells_facts,
         office=None if exchange is None else exchange.office,
         warm_up=rank.warm_up,
         kv_read_s=None if lower is None else lower.read_s,
+        parts=parts,
     )
 
 

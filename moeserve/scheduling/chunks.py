@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from moeserve.plan import Request
 from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.fair_queue import Tenants
+from moeserve.scheduling.parts import Parts
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import RequestMemory
 from moeserve.scheduling.running import Running
-from moeserve.scheduling.trials import Trial
 
 
 class Chunks:
@@ -21,7 +21,7 @@ class Chunks:
         memories: Sequence[RequestMemory],
         running: Running,
         tenants: Tenants,
-        trial: Trial,
+        parts: Parts,
         beams: Beams,
         rope_switch: int | None,
     ) -> None:
@@ -29,7 +29,7 @@ class Chunks:
         self._memories = memories
         self._running = running
         self._tenants = tenants
-        self._trial = trial
+        self._parts = parts
         self._beams = beams
         self._rope_switch = rope_switch
         # By rank, the slots of a block, where chunks need nothing but slots; else 0.
@@ -68,6 +68,7 @@ class Chunks:
         where there are any. Return the place of the request that is not planned, the number of requests without one.
         """
         budgets, block_sizes, place = draft.budgets[:], self._block_sizes, first
+        watched = self._parts.watched
         counts = list[int]()
         for place in range(first, len(requests)):
             request = requests[place]
@@ -77,7 +78,7 @@ class Chunks:
                 request.num_scheduled_tokens
                 or len(request.token_ids) - start != 1
                 or request.yields
-                or request.suspect_until
+                or (watched and request.request_id in watched)
                 or not request.is_always_plain
                 or lease is None
                 or not block_size
@@ -159,6 +160,4 @@ class Chunks:
 
     def _record_planned(self, request: Request, num_tokens: int) -> None:
         self._tenants.charge(request, num_tokens)
-        owner = request.leader or request
-        if owner.suspect_until:
-            self._trial.record_planned(owner)
+        self._parts.record_planned(request.leader or request)

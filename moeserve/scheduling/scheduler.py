@@ -32,12 +32,12 @@ from moeserve.scheduling.outcomes import (
 )
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import Load, Pace, Slo
+from moeserve.scheduling.parts import Part, Parts
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import AdmissionOutcome, RankLoads, RequestMemory
 from moeserve.scheduling.request_states import RequestStates, StatePolicy
 from moeserve.scheduling.running import Running
 from moeserve.scheduling.sharing import Sharing
-from moeserve.scheduling.trials import Trial
 from moeserve.scheduling.waiting_room import FORESEEN, WaitingRoom
 from radix_cache import APART, PrefixCache
 
@@ -75,12 +75,14 @@ class Scheduler:
         office: TicketOffice | None = None,
         warm_up: Sequence[tuple[int, float]] = (),
         kv_read_s: Mapping[bool, float] | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
         """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
         of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no
         draft tokens. overflow: of the KV of preempted requests, where there is a lower tier. office: of the tickets for
         KV that the only rank holds for other services, or fetches from them; None for neither. warm_up: tokens and
-        seconds of steps that computed one prompt each before the first request. kv_read_s: see `LowerTier`."""
+        seconds of steps that computed one prompt each before the first request. kv_read_s: see `LowerTier`. parts: in
+        their order, see `moeserve.scheduling.parts`."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -100,6 +102,7 @@ class Scheduler:
         ]
         self._rope_switch = rope_switch
         self._drafting = drafting
+        self._parts = Parts(parts)
         self._beams = Beams(self._memories, max_num_seqs, rope_switch)
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
@@ -111,12 +114,13 @@ class Scheduler:
         self._mask_changes: list[Request] = []
         self.counters = SchedulerCounters()
         running: list[Request] = []
-        self.waiting = WaitingRoom(self._memories, running, self._tenants, self._pace, self.lower, self.transfer)
+        self.waiting = WaitingRoom(
+            self._memories, running, self._tenants, self._pace, self.lower, self.transfer, self._parts
+        )
         self._running = Running(
             running, self.waiting, self._tenants, self._sharing, self._memories, self._beams, self.lower, self.counters
         )
-        self._trial = Trial()
-        self._chunks = Chunks(self._memories, self._running, self._tenants, self._trial, self._beams, rope_switch)
+        self._chunks = Chunks(self._memories, self._running, self._tenants, self._parts, self._beams, rope_switch)
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
         self._num_arrivals = 0
@@ -180,6 +184,7 @@ class Scheduler:
             self._extend(request)
         if request.lacks_mask:
             self._mask_changes.append(request)
+        self._parts.enter(request)
         self.waiting.enter(request)
         self._open_prompts.add(request)
         self._tenants.wait(request)
@@ -234,12 +239,13 @@ class Scheduler:
             late += self.waiting.late_in_queue(self.load(), self._num_tried, self._max_num_batched_tokens)
         return [self._end(request, FinishReason.LATE) for request in late]
 
-    def decline_cold(self) -> list[RequestOutput]:
-        """End the requests that are computed only if enough of their prompts is cached, and have not as much cached.
-
-        To be called before each `schedule`.
-        """
-        return [self._end(request, FinishReason.CACHE_THRESHOLD) for request in self.waiting.take_cold()]
+    def end_declined(self) -> list[RequestOutput]:
+        """End the waiting requests that parts decline. To be called before each `schedule`."""
+        outputs = []
+        for request, reason in self._parts.declined(self.waiting):
+            self.waiting.count_found(request)
+            outputs.append(self._end(request, reason))
+        return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request whose client left, in any state. Return None for a request that is not known."""
@@ -269,7 +275,7 @@ class Scheduler:
         draft = PlanDraft(
             self._step + 1, self._max_num_batched_tokens, len(self._memories), tells_following=tells_following
         )
-        self._trial.begin_step()
+        self._parts.begin_step()
         self._num_places = self._pace.num_places()
         self._running.make_room(self._num_places, lacks_memory=bool(self._lacking))
         # A request that is not tried in this step may find memory by now.
@@ -365,7 +371,7 @@ class Scheduler:
         goes_on = keeps_state = error is None and not request.finished
         if goes_on and (request.beam_params is not None or request.leader is not None):
             request.num_computed_tokens += num_certain
-            self._trial.record_computed(request.leader or request, request.num_computed_tokens)
+            self._parts.record_computed(request.leader or request, request.num_computed_tokens)
             self._publish(request)
             outputs = self._beams.take(request, computed)
         elif goes_on:
@@ -376,7 +382,7 @@ class Scheduler:
             keeps_state = num_accepted == chunk.num_drafts
             if keeps_state or chunk.state is None:
                 request.num_computed_tokens += num_certain + num_accepted
-            self._trial.record_computed(request, request.num_computed_tokens)
+            self._parts.record_computed(request, request.num_computed_tokens)
             self._publish(request)
             if self._drafting is not None:
                 new_tokens = request.token_ids[num_known:]
@@ -472,7 +478,7 @@ class Scheduler:
             pending = request.num_pending_tokens
             if pending > draft.room(request, pending) > 0:
                 self._let_shorter_pass(request, prompts, draft)
-            if request.lease is None or draft.budgets[rank] <= 0 or self._trial.is_awaited_by(request):
+            if request.lease is None or draft.budgets[rank] <= 0 or self._parts.holds(request):
                 continue
             if not request.num_scheduled_tokens:
                 self._count_hits(request, self._memories[rank].catch_up(request))
@@ -499,7 +505,7 @@ class Scheduler:
         """Admit waiting requests while budget, places and memory for their whole prompts last.
 
         No request passes one of its own tenant that finds no memory. Other tenants' requests do until they have had as
-        much as it will. While a suspect awaits its trial, its place is kept, and of its tenant only requests that an
+        much as it will. While parts hold a request, its place is kept, and of its tenant only requests that an
         earlier engine had are admitted. candidates: in the order in which they are tried; None for all.
         """
         if not len(self.waiting.queue) or draft.is_full or self._running.num_taken >= self._num_places:
@@ -515,7 +521,7 @@ class Scheduler:
             tenant = self._tenants.of(request)
             if tenant in self._lacking or not self._sharing.may_run(tenant.terms, places[tenant]):
                 continue
-            if self._trial.is_awaited_by(request):
+            if self._parts.holds(request):
                 awaiting.append(tenant)
                 places[tenant] += 1
                 continue
@@ -547,7 +553,7 @@ class Scheduler:
 
     def _may_go_on(self, request: Request) -> bool:
         """Return whether the next step may name a running request."""
-        if request.yields or request.lacks_mask or (request.suspect_until and self._trial.is_awaited_by(request)):
+        if request.yields or request.lacks_mask or self._parts.holds(request):
             return False
         return (self._run_ahead and request.beam_params is None) or not request.is_in_flight
 
@@ -569,7 +575,7 @@ class Scheduler:
             if (
                 request.is_always_plain
                 and len(request.token_ids) - request.num_computed_tokens == 1
-                and not (request.num_scheduled_tokens or request.yields or request.suspect_until)
+                and not (request.num_scheduled_tokens or request.yields or request.request_id in self._parts.watched)
             ):
                 own.append(request)
                 continue
@@ -631,6 +637,7 @@ class Scheduler:
         self._tenants.leave(request)
         request.finished, request.failed = True, error is not None
         self._pace.count_end(request, reason)
+        self._parts.leave(request, reason)
         if self._drafting is not None:
             self._drafting.forget(request)
         if request.sampling.grammar is not None:

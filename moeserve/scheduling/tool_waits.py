@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from moeserve.plan import Request
+from moeserve.plan import FinishReason, Request
+from moeserve.scheduling.parts import Part
 from radix_cache import PrefixCache
 
 # Seconds for which a turn that called tools is retained. In a public trace 95 % of an agent's turns follow within 10 s;
@@ -16,7 +17,7 @@ RETAINED_S = 60.0
 _MOST_ENDED = 64
 
 
-class ToolWaits:
+class ToolWaits(Part):
     """Retains what ended requests have computed, once a frontend tells that their answers call tools."""
 
     def __init__(self, caches: Sequence[PrefixCache], retained_s: float = RETAINED_S) -> None:
@@ -25,14 +26,14 @@ class ToolWaits:
         self._retained_s = retained_s
         self._ended: OrderedDict[str, Request] = OrderedDict()
 
-    def record_end(self, request: Request) -> None:
-        """Record a request whose answer is complete."""
-        if request.has_tools:
+    def left(self, request: Request, reason: FinishReason) -> None:
+        """Remember a request whose answer is complete and may call tools."""
+        if reason is FinishReason.STOP and request.asked.has_tools:
             self._ended[request.request_id] = request
             if len(self._ended) > _MOST_ENDED:
                 self._ended.popitem(last=False)
 
-    def retain(self, request_id: str) -> None:
+    def turned(self, request_id: str) -> None:
         """Retain the KV of a request that has ended with calls, as far as its account's budget has room for it.
 
         What clients retain does not give way for it, turns that ended earlier do.

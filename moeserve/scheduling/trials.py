@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-from moeserve.plan import Request
+from collections.abc import Callable
+
+from moeserve.plan import FinishReason, Request
+from moeserve.scheduling.parts import Part
 
 
-class Trial:
-    """Holds the suspect that plans in flight, or the plan that is made, name; the others wait for their turns.
+class Trial(Part):
+    """Holds back the suspects that wait for their turns while plans in flight, or the plan that is made, name another.
 
-    If the engine dies again, this suspect is the culprit. It is cleared once it has computed as many tokens as it had
-    in the engine that died.
+    If the engine dies again, the suspect that plans name is the culprit. It is cleared once it has computed as many
+    tokens as it had in the engine that died.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, until: Callable[[str], int]) -> None:
+        """until: returns by request id the number of computed tokens that clears a suspect; 0 without suspicion."""
+        self._until_of = until
+        self._until: dict[Request, int] = {}
         self._suspect: Request | None = None
+
+    def enter(self, request: Request) -> bool:
+        until = self._until_of(request.request_id)
+        if until:
+            self._until[request] = until
+        return until > 0
 
     def begin_step(self) -> None:
         """Let another suspect have its turn once the last one is cleared or no plan names it."""
         suspect = self._suspect
-        if suspect is not None and not (suspect.suspect_until and suspect.is_in_flight):
-            self._suspect = None
+        if suspect is None or (suspect in self._until and suspect.is_in_flight):
+            return
+        self._suspect = None
+        if suspect.finished:
+            self._until.pop(suspect, None)
 
-    def is_awaited_by(self, request: Request) -> bool:
+    def holds(self, request: Request) -> bool:
         """Return whether a request must wait because it is a suspect and plans name another one."""
-        return request.suspect_until > 0 and self._suspect not in (None, request)
+        return request in self._until and self._suspect not in (None, request)
 
-    def record_planned(self, request: Request) -> None:
-        """Record that a plan names a suspect."""
-        self._suspect = request
+    def planned(self, request: Request) -> None:
+        if request in self._until:
+            self._suspect = request
 
-    def record_computed(self, request: Request, num_tokens: int) -> None:
+    def computed(self, request: Request, num_tokens: int) -> None:
         """Clear a request if it has computed `num_tokens` without harm and needs no more."""
-        if num_tokens >= request.suspect_until:
-            request.suspect_until = 0
+        if num_tokens >= self._until.get(request, num_tokens + 1):
+            del self._until[request]
+
+    def left(self, request: Request, reason: FinishReason) -> None:
+        if request is not self._suspect:
+            self._until.pop(request, None)

@@ -6,7 +6,7 @@ fetched from another service. It then takes its place in the queue by its arriva
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -16,6 +16,7 @@ from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenants, WaitingQueue
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvTransfer
 from moeserve.scheduling.lower_tier import CopyJob, CopyResult, LowerTier
 from moeserve.scheduling.pacing import Load, Pace
+from moeserve.scheduling.parts import Parts
 from moeserve.scheduling.request_memory import RankLoads, RequestMemory
 from moeserve.scheduling.token_sums import TokenSums
 
@@ -45,6 +46,7 @@ class WaitingRoom:
         pace: Pace,
         lower: LowerTier | None,
         transfer: KvTransfer | None,
+        parts: Parts,
     ) -> None:
         self.queue = WaitingQueue(tenants, pace.is_late, pace.is_bounded, pace.tells_overload)
         self._memories = memories
@@ -56,8 +58,7 @@ class WaitingRoom:
             source.arrivals for source in (lower, self._fetches) if source is not None
         ]
         self._unmasked: dict[str, Request] = {}
-        # Requests that are computed only if enough of their prompts is cached.
-        self._undecided: list[Request] = []
+        self._parts = parts
 
     def __len__(self) -> int:
         return len(self.queue) + len(self._unmasked) + sum(len(arrivals.waiting) for arrivals in self._arrivals)
@@ -66,8 +67,6 @@ class WaitingRoom:
         """Receive a new request, before `place`."""
         if self._lower is not None:
             request.num_lower_tokens = 0
-        if request.least_cached > 0:
-            self._undecided.append(request)
 
     def place(self, request: Request) -> None:
         """Let a request wait for its turn, or first for its mask."""
@@ -105,7 +104,7 @@ class WaitingRoom:
         assert self._lower is not None
         if self._lower.seek(request, self._pace.now):
             return True
-        if self._is_cold(request):
+        if not self._parts.is_worth_reading(request, self):
             return False
         request.rank = loads.preferred_ranks(request)[0]
         return self._lower.look_up(request, self._pace.now, loads.num_spoken_for(request), len(self._running))
@@ -145,25 +144,16 @@ class WaitingRoom:
         """True while a request waits until its blocks have been fetched from another service."""
         return self._fetches is not None and len(self._fetches.arrivals.waiting) > 0
 
-    def take_cold(self) -> Iterator[Request]:
-        """Return the requests that are computed only if enough of their prompts is cached, and have not as much cached.
+    def is_looked_for(self, request: Request) -> bool:
+        """Return whether files of the request's prefix are sought, or blocks are being fetched for it."""
+        is_fetching = self._fetches is not None and request in self._fetches.arrivals.waiting
+        return is_fetching or (self._lower is not None and self._lower.seeks(request))
 
-        Requests whose files are still looked for have to wait. Sets `num_cached_tokens` of the requests returned.
-        """
-        undecided, self._undecided = self._undecided, []
-        for request in undecided:
-            if request.finished:
-                continue
-            is_fetching = self._fetches is not None and request in self._fetches.arrivals.waiting
-            if is_fetching or (self._lower is not None and self._lower.seeks(request)):
-                self._undecided.append(request)
-            elif self._is_cold(request):
-                request.num_cached_tokens = self.num_found(request)
-                if self._lower is not None:
-                    request.num_lower_tokens = request.num_cached_tokens - self._num_cached(request)
-                yield request
-            else:
-                request.least_cached = 0.0
+    def count_found(self, request: Request) -> None:
+        """Let a request that is not computed report what was found of its prompt."""
+        request.num_cached_tokens = self.num_found(request)
+        if self._lower is not None:
+            request.num_lower_tokens = request.num_cached_tokens - self._num_cached(request)
 
     def num_found(self, request: Request) -> int:
         """Count the request's tokens that are in memory, stored as far as is known, or held by another service."""
@@ -203,13 +193,13 @@ class WaitingRoom:
         return late
 
     def _next(self) -> list[Request]:
-        """Return the requests whose blocks are looked for elsewhere: undecided ones, and the next ones."""
+        """Return the requests whose blocks are looked for elsewhere: those that parts hurry, and the next ones."""
         if not (len(self.queue) or self._unmasked):
             return []
         most = min(max(0, self._pace.num_places() - len(self._running)) + 1, FORESEEN)
-        undecided = [r for r in self._undecided if not (r.finished or any(a.find(r) for a in self._arrivals))]
+        hurried = [r for r in self._parts.sought_first() if not any(a.find(r) for a in self._arrivals)]
         unmasked, first = islice(self._unmasked.values(), most), islice(self.queue.candidates(), most)
-        return list(dict.fromkeys((*undecided, *unmasked, *first)))
+        return list(dict.fromkeys((*hurried, *unmasked, *first)))
 
     def _take_out_next(self, waits: Callable[[Request, RankLoads], bool], *, have_tickets: bool = False) -> None:
         """Take out the next requests that wait from now on. Those behind them are next then, and are asked as well.
@@ -239,8 +229,3 @@ class WaitingRoom:
 
     def _num_cached(self, request: Request) -> int:
         return max(memory.peek(request) for memory in self._memories)
-
-    def _is_cold(self, request: Request) -> bool:
-        """Return whether an undecided request is to be declined, as far as is known."""
-        least = request.least_cached * request.num_prompt_tokens
-        return least > 0 and self.num_found(request) < least

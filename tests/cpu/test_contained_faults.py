@@ -12,7 +12,7 @@ from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.containment import ContainingExecutor
 from moeserve.engine.memory_plan import plan_model
-from moeserve.engine.planner import build_scheduler
+from moeserve.engine.planner import build_caches, build_scheduler
 from moeserve.engine.rank import Rank
 from moeserve.model import sampler
 from moeserve.plan import Chunk, FinishReason, Request, SamplingParams
@@ -25,7 +25,7 @@ POISON = 13
 
 def run(rank: Rank) -> tuple[dict[str, list[int]], list[str]]:
     """Return the tokens of six requests that share a beginning, and the requests that failed. One wishes POISON."""
-    scheduler, _ = build_scheduler(CONFIG, rank.model.kv)
+    scheduler = build_scheduler(CONFIG, rank.model.kv, build_caches(CONFIG, rank.model.kv))
     steps = Steps(scheduler, ContainingExecutor(rank.runner, CONFIG.block_size, lambda _: None), rank.depth)
     for number in range(6):
         sampling = SamplingParams(max_tokens=12, temperature=1.1, seed=number, top_k=POISON if number == 3 else 20)

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget
-from moeserve.engine.planner import build_scheduler
+from moeserve.engine.planner import build_caches, build_scheduler
 from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.plan import SamplingParams
@@ -220,9 +220,11 @@ def test_drafts_of_models_with_recurrent_states_are_refused_where_steps_are_plan
     kv = KvBudget(64, 256, num_state_slots=256, num_snapshots=4)
     for method in ("ngram", "suffix"):
         config = ServeConfig(speculative_config=method)
-        assert build_scheduler(config, kv)[0].draft_counters is not None
+        assert build_scheduler(config, kv, build_caches(config, kv)).draft_counters is not None
         with pytest.raises(ConfigError, match="recurrent states"):
-            build_scheduler(config, kv, depth=1)
-    assert build_scheduler(ServeConfig(speculative_config="auto"), kv)[0].draft_counters is not None
+            build_scheduler(config, kv, build_caches(config, kv), depth=1)
+    config = ServeConfig(speculative_config="auto")
+    assert build_scheduler(config, kv, build_caches(config, kv)).draft_counters is not None
     for method in ("none", "auto"):
-        assert build_scheduler(ServeConfig(speculative_config=method), kv, depth=1)[0].draft_counters is None
+        config = ServeConfig(speculative_config=method)
+        assert build_scheduler(config, kv, build_caches(config, kv), depth=1).draft_counters is None

@@ -14,6 +14,7 @@ from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.trials import Trial
 from moeserve.thoughts import ThoughtBudget
 from radix_cache import PrefixCache, StoredBlocks
 from tests.support.cache_invariants import check_invariants
@@ -75,6 +76,8 @@ class Simulation:
             for cache in self.caches
         ]
         self.cache, self.oracle = self.caches[0], self.oracles[0]
+        # By id of a suspect: the number of computed tokens that clears it.
+        self._suspects: dict[str, int] = {}
         self.scheduler = Scheduler(
             self.caches,
             max_num_seqs=max_num_seqs,
@@ -89,6 +92,7 @@ class Simulation:
             overflow=overflow,
             office=office,
             kv_read_s=kv_read_s,
+            parts=[Trial(lambda request_id: self._suspects.get(request_id, 0))],
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs
@@ -132,7 +136,7 @@ class Simulation:
         )
         if resumed_from is not None:
             request.resumes, request.arrived_at = True, resumed_from
-        request.suspect_until = suspect_until
+        self._suspects[request_id] = suspect_until
         self.scheduler.add(request)
         record = Record(request, prompt, sampling, array("i", prompt) + earlier, earlier.tolist(), budget=budget)
         self.records[request_id] = record
@@ -212,7 +216,7 @@ class Simulation:
             if record.request.lease is not None
             and not record.request.finished
             and not record.request.num_scheduled_tokens
-            and not record.request.suspect_until
+            and self._suspects.get(record.request.request_id, 0) <= record.request.num_computed_tokens
             and len(record.history) - record.request.num_computed_tokens == 1
             and not record.request.lacks_mask
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import log
 from random import Random
@@ -25,8 +25,10 @@ from moeserve.plan import (
     owner_of,
 )
 from moeserve.scheduling.beam_search import BeamSearch
+from moeserve.scheduling.parts import Part
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.trials import Trial
 from radix_cache import PrefixCache
 from tests.support.cache_invariants import check_invariants
 from tests.support.kv_oracle import Cell, KvOracle
@@ -151,6 +153,7 @@ class Bench:
         *,
         run_ahead: bool,
         rope_switch: int | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
         self.caches, self._depth = caches, depth
         self.oracles = [BeamOracle(cache) for cache in caches]
@@ -162,6 +165,7 @@ class Bench:
             max_model_len=caches[0].num_blocks * caches[0].block_size,
             run_ahead=run_ahead and depth > 0,
             rope_switch=rope_switch,
+            parts=parts,
         )
         self._places = places
         self._in_flight: deque[list[StepPlan]] = deque()
@@ -360,11 +364,10 @@ def test_a_search_goes_by_log_probabilities_whatever_a_checkpoint_has_for_sampli
 
 
 def test_a_suspect_is_on_trial_until_a_beam_has_passed_its_place() -> None:
-    bench = Bench([PrefixCache(64, 4)], 0, 64, 8, run_ahead=False)
+    bench = Bench([PrefixCache(64, 4)], 0, 64, 8, run_ahead=False, parts=[Trial(lambda request_id: 16)])
     for name in ("one", "other"):
         params = BeamParams(2, 2, early_stopping="never")
         suspect = Request(name, array("i", [*range(9), len(name)]), SamplingParams(12), beam_params=params)
-        suspect.suspect_until = 16
         bench.add(suspect)
     seen = []
     for _ in range(30):

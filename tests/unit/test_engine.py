@@ -24,6 +24,7 @@ from moeserve.engine.crashes.suspects import Suspects, digest_of
 from moeserve.engine.experts.monitor import ExpertCommandError
 from moeserve.engine.file_writer import FileJob
 from moeserve.engine.loop import Engine
+from moeserve.engine.planner import build_parts
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.plan import ChunkResult, Computed, FinishReason, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduling.scheduler import Scheduler
@@ -175,14 +176,15 @@ def served(tmp_path: Path) -> Iterator[Served]:
     address = f"inproc://{uuid.uuid4()}"
     socket = EngineSocket(context, address, INCARNATION)
     cache = PrefixCache(32, 4)
-    scheduler = Scheduler([cache], max_num_seqs=2, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=64)
-    executor = CountingExecutor()
-    experts = SlowDisk()
     culprit = digest_of(generate("culprit", FATAL))
     suspicion = Suspicion({"suspect": 4, "other suspect": 4}, ((culprit, math.inf),))
     suspects = Suspects(WorkRecord(tmp_path / "work", INCARNATION, 2), suspicion)
+    parts, limits = build_parts([cache], suspects.until), {"max_num_seqs": 2, "max_num_queued_reqs": 1}
+    scheduler = Scheduler([cache], max_num_batched_tokens=8, max_model_len=64, **limits, parts=parts)
+    executor = CountingExecutor()
+    experts = SlowDisk()
     steps = Steps(scheduler, executor, 0, [suspects])
-    engine = Engine(socket, scheduler, [cache], steps, READY, suspects, experts)  # type: ignore[arg-type]
+    engine = Engine(socket, scheduler, [cache], steps, READY, suspects, experts, parts=parts)  # type: ignore[arg-type]
     stop = threading.Event()
     thread = threading.Thread(target=engine.run, args=(stop,))
     served = Served(Client(None), executor, stop, thread, context, address, scheduler, engine, experts.disk, cache)  # type: ignore[arg-type]

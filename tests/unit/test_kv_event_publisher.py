@@ -98,9 +98,9 @@ def catch_up(router: Router, until: int) -> None:
 def test_a_replay_from_zero_tells_all_that_was_published():
     with publishing() as (caches, events, (router,), _):
         compute(caches[0], 1, 2, 3, 4)
-        events.send()
+        events.end_turn()
         compute(caches[0], 1, 2, 5, 6)
-        events.send()
+        events.end_turn()
         catch_up(router, 2)
         assert router.consumer.prefixes == {(None, (1, 2)), (None, (1, 2, 3, 4)), (None, (1, 2, 5, 6))}
 
@@ -116,14 +116,14 @@ def test_the_first_batch_of_a_life_clears_what_was_known():
 def test_live_batches_go_on_where_a_replay_ended():
     with publishing() as (caches, events, (router,), _):
         compute(caches[0], 1, 2)
-        events.send()
+        events.end_turn()
         router.follow()
         _, number, payload = router.next()
         if number:
             catch_up(router, number - 1)
         router.consumer.take(number, payload)
         compute(caches[0], 1001, 1002)
-        events.send()
+        events.end_turn()
         while (None, (1001, 1002)) not in router.consumer.prefixes:
             _, number, payload = router.next()
             router.consumer.take(number, payload)
@@ -133,7 +133,7 @@ def test_live_batches_go_on_where_a_replay_ended():
 def test_who_subscribes_after_the_first_batch_is_told_all_blocks():
     with publishing() as (caches, events, (router,), _):
         compute(caches[0], 1, 2)
-        events.send()
+        events.end_turn()
         catch_up(router, 1)
         router.follow()
         _, number, payload = router.next()
@@ -154,12 +154,12 @@ def test_an_event_that_cannot_be_told_has_all_blocks_told_anew(monkeypatch):
     monkeypatch.setattr(KvBlocks, "apply", apply)
     with publishing() as (caches, events, (router,), publisher):
         compute(caches[0], 1, 2)
-        events.send()
+        events.end_turn()
         while not publisher._torn:
             time.sleep(0.001)  # another thread's state can only be polled
         compute(caches[0], 5, 6)
         for _ in range(2):
-            events.send()
+            events.end_turn()
         catch_up(router, 1)
         assert router.consumer.prefixes == {(None, (1, 2)), (None, (5, 6))}
 
@@ -167,11 +167,11 @@ def test_an_event_that_cannot_be_told_has_all_blocks_told_anew(monkeypatch):
 def test_a_snapshot_tells_the_present_blocks_with_the_number_of_the_next_batch():
     with publishing(topic="kv") as (caches, events, (router,), _):
         compute(caches[0], 1, 2, 3, 4)
-        events.send()
+        events.end_turn()
         caches[0].reset()
-        events.send()
+        events.end_turn()
         compute(caches[0], 5, 6)
-        events.send()
+        events.end_turn()
         catch_up(router, 3)
         batches = router.ask(b"snapshot")
         assert [(topic, number) for topic, number, _ in batches] == [(b"kv", 4)]
@@ -186,7 +186,7 @@ def test_a_replay_from_before_the_buffer_is_a_snapshot_with_the_number_of_the_ne
     with publishing(buffer_steps=2) as (caches, events, (router,), _):
         for token in range(1, 21, 2):
             compute(caches[0], token, token + 1)
-            events.send()
+            events.end_turn()
         while not (batches := router.ask(bytes(8))) or batches[-1][1] < 10:
             pass
         assert [number for _, number, _ in batches] == [10]
@@ -200,7 +200,7 @@ def test_each_rank_has_its_own_stream():
     with publishing(2) as (caches, events, routers, publisher):
         compute(caches[0], 1, 2)
         compute(caches[1], 3, 4)
-        events.send()
+        events.end_turn()
         for rank, router in enumerate(routers):
             catch_up(router, 1)
             (_, _, payload) = router.ask((1).to_bytes(8, "big"))[0]
@@ -223,15 +223,15 @@ def test_a_full_queue_drops_facts_and_tells_everything_anew_later():
     # Nobody takes anything from the queue yet.
     for token in range(1, 13, 2):
         compute(cache, token, token + 1)
-        events.send()
+        events.end_turn()
     cache.reset()
     compute(cache, 50, 51)
-    events.send()
+    events.end_turn()
     router = Router(sockets, publisher.sources[0])
     publisher.start()
     catch_up(router, 2)
     assert len(router.consumer.blocks) == 2
-    events.send()
+    events.end_turn()
     catch_up(router, 3)
     assert router.consumer.prefixes == {(None, (50, 51))}
     publisher.stop()

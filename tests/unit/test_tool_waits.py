@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from moeserve.plan import Request, SamplingParams, Terms
+from moeserve.plan import Asked, FinishReason, Request, SamplingParams, Terms
 from moeserve.scheduling.tool_waits import RETAINED_S, ToolWaits
 from radix_cache import PrefixCache
 from tests.support.cache_invariants import check_invariants
@@ -32,14 +32,14 @@ class Turns:
         """End a request that has computed its tokens, and return its id."""
         tokens = array("i", range(first, first + num_tokens))
         self.compute(tokens)
-        request = Request(f"{first}", tokens, SamplingParams(1), "key", has_tools=has_tools)
+        request = Request(f"{first}", tokens, SamplingParams(1), "key", asked=Asked(has_tools=has_tools))
         request.terms = Terms(retained=share)
-        self.waits.record_end(request)
+        self.waits.left(request, FinishReason.STOP)
         return request.request_id
 
     def call(self, first: int, num_tokens: int = 4 * SIZE, *, share: float | None = None) -> None:
         """End a request whose answer calls tools."""
-        self.waits.retain(self.end(first, num_tokens, share=share))
+        self.waits.turned(self.end(first, num_tokens, share=share))
         check_invariants(self.cache)
 
     def fill(self, num_blocks: int) -> None:
@@ -57,7 +57,7 @@ def test_a_turn_that_called_tools_outlives_later_prompts_and_others_do_not() -> 
     turns.call(100)
     turns.end(200)
     turns.end(300, has_tools=False)
-    turns.waits.retain("300")
+    turns.waits.turned("300")
     turns.fill(21)
     # The last block of a prefix is computed again, for its logits.
     assert (turns.cached(100), turns.cached(200), turns.cached(300)) == (12, 0, 0)
@@ -117,11 +117,11 @@ def test_a_turn_that_continues_a_retained_one_begins_its_time_anew() -> None:
 
 def test_calls_of_unknown_requests_and_of_the_oldest_ended_ones_are_ignored() -> None:
     turns = Turns(num_blocks=2000)
-    turns.waits.retain("never seen")
+    turns.waits.turned("never seen")
     for number in range(200):
         turns.end(1000 + 100 * number)
-    turns.waits.retain("1000")
+    turns.waits.turned("1000")
     assert turns.cache.retentions.num_blocks == 0
-    turns.waits.retain(f"{1000 + 100 * 199}")
-    turns.waits.retain(f"{1000 + 100 * 199}")
+    turns.waits.turned(f"{1000 + 100 * 199}")
+    turns.waits.turned(f"{1000 + 100 * 199}")
     assert turns.cache.retentions.num_blocks == 3

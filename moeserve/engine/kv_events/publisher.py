@@ -32,6 +32,7 @@ import zmq
 from moeserve.config import ConfigError
 from moeserve.engine.kv_events.blocks import AllBlocksCleared, BlockRemoved, BlockStored, Event, KvBlocks
 from moeserve.forever import repeat
+from moeserve.scheduling.parts import Part
 from moeserve.settings.kv_events import KvEventsConfig, endpoint_of
 from radix_cache import Fact, PrefixCache, Published
 
@@ -86,7 +87,7 @@ _SPARE_MESSAGES = 1000  # that may wait for a replay's client, beside a whole bu
 log = structlog.get_logger(__name__)
 
 
-class KvEvents:
+class KvEvents(Part):
     """Hands over what happened to the caches since the last turn. Used by the engine's thread alone."""
 
     def __init__(self, caches: Sequence[PrefixCache], publisher: KvEventPublisher) -> None:
@@ -99,7 +100,7 @@ class KvEvents:
         """The endpoints of each rank, as routers get them."""
         return self._publisher.sources
 
-    def send(self) -> None:
+    def end_turn(self) -> None:
         """Hand over the facts of all ranks, without waiting.
 
         Facts that find the queue full are dropped; when there is room again, all blocks of the rank's cache follow.
