@@ -67,7 +67,12 @@ def test_the_end_of_one_rank_ends_all_and_names_it(node: Node, rank: int) -> Non
     node.copies[rank].kill()
     first = node.end(rank)
     sentence = f"Rank {rank} (process {first['pid']}) was ended by SIGKILL (often: out of memory)."
-    assert node.said.get(timeout=60) == {"event": "error", "message": sentence, "code": -signal.SIGKILL}
+    assert node.said.get(timeout=60) == {
+        "event": "error",
+        "message": sentence,
+        "code": -signal.SIGKILL,
+        "of_settings": False,
+    }
     # Nobody but `RankLives` ends the other one.
     node.end(1 - rank)
     assert node.said.get(timeout=60) == first
