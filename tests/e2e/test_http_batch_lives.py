@@ -7,7 +7,7 @@ import os
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -68,9 +68,10 @@ def text_processes(server: Frontend) -> list[int]:
 
 
 def test_a_batch_whose_process_dies_while_its_file_is_read_goes_on_in_the_next(tmp_path: Path) -> None:
-    with life(tmp_path) as (server, client):
+    with ExitStack() as stack, life(tmp_path) as (server, client):
         for pid in text_processes(server):
             os.kill(pid, signal.SIGSTOP)
+            stack.callback(os.kill, pid, signal.SIGKILL)  # stopped, it would not see the end of its parent
         batch_id = begun(client, 3)
     with sqlite3.connect(tmp_path / "run" / "responses") as db:
         assert db.execute("SELECT state FROM batches").fetchall() == [("validating",)]
