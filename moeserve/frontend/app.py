@@ -93,7 +93,7 @@ def create_app(services: Services) -> Starlette:
                 hosts=(config.host, *config.allowed_host),
                 origins=config.cors_allow_origin,
             ),
-            Middleware(AuthGate, keys=keys, routes=table),
+            Middleware(AuthGate, keys=keys, routes=table, held=services.held),
         ],
         exception_handlers={404: _no_route(frozenset(route.path for route in ROUTES)), 405: _no_method},
     )

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError, invalid
+from moeserve.frontend.held import hold_of
 from moeserve.frontend.wills import NO_WILL, Will
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -31,8 +32,13 @@ class ClientDisconnected(Exception):
 
 
 async def receive_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """Return the whole body of a request. Raise as `body_chunks`."""
-    return b"".join([chunk async for chunk in body_chunks(scope, receive, max_bytes)])
+    """Return the whole body of a request, which counts as held until the request ends. Raise as `body_chunks`, and
+    ApiError: 503 where the key holds too much."""
+    chunks, hold = [], hold_of(scope)
+    async for chunk in body_chunks(scope, receive, max_bytes):
+        hold.grow(len(chunk))
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 async def body_chunks(scope: Scope, receive: Receive, max_bytes: int) -> AsyncIterator[bytes]:
@@ -155,6 +161,12 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def json_bytes(body: bytes) -> Response:
     return Response(body, media_type="application/json")
+
+
+def held_json(scope: Scope, body: bytes) -> Response:
+    """Return a long answer, which counts as held until its client has read it. Raise ApiError (503)."""
+    hold_of(scope).grow(len(body))
+    return json_bytes(body)
 
 
 class PatientSend:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moeserve.config import ConfigError
 from moeserve.frontend.errors import ApiError, forbidden
+from moeserve.frontend.held import HeldBytes
 from moeserve.frontend.route import RouteTable
 
 log = structlog.get_logger(__name__)
@@ -91,17 +92,23 @@ ANYONE = Identity(b"", frozenset(ROLES))
 
 
 class AuthGate:
-    """ASGI middleware. Puts the caller's `Identity` into `scope["state"]["identity"]` or raises ApiError."""
+    """ASGI middleware. Puts the caller's `Identity` into `scope["state"]["identity"]`, and the count of the bytes that
+    the request holds into `scope["state"]["hold"]`, or raises ApiError."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, routes: RouteTable) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, routes: RouteTable, held: HeldBytes) -> None:
         self._app = app
         self._keys = keys
         self._routes = routes
+        self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope.setdefault("state", {})["identity"] = self._identify(scope)
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        identity = self._identify(scope)
+        with self._held.hold(identity.digest) as hold:
+            scope.setdefault("state", {}).update(identity=identity, hold=hold)
+            await self._app(scope, receive, send)
 
     def _identify(self, scope: Scope) -> Identity:
         route = self._routes.find(scope["path"])

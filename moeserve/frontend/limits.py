@@ -54,9 +54,10 @@ MAX_STATS_STREAMS = 32
 INLINE_BODY_BYTES = 4096
 # A body from this size on may not take the last text process that is idle.
 BIG_BODY_BYTES = 256 * 1024
-# Bytes of bodies that wait for text processes: of one key, and of all keys.
-MAX_WAITING_BYTES_PER_KEY = 64 * 2**20
-MAX_WAITING_BYTES = 256 * 2**20
+# Bytes that an HTTP process holds for requests, of one key and of all keys: bodies that arrive or wait to be read, kept
+# items that they refer to, what answers repeat of them, and kept answers that clients have not read yet.
+MAX_HELD_BYTES_PER_KEY = 128 * 2**20
+MAX_HELD_BYTES = 512 * 2**20
 # Characters of a prompt for each token of the context: only long repetitions have fewer tokens than that.
 MAX_CHARS_PER_TOKEN = 32
 # Bytes of a refused body that are read and dropped, so that its client gets the answer.

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import msgspec
 from starlette.datastructures import QueryParams
 from starlette.responses import Response
+from starlette.types import Scope
 
 from moeserve.frontend.errors import ApiError, invalid
-from moeserve.frontend.http import json_bytes
+from moeserve.frontend.http import held_json
 
 _DEFAULT_PAGE, _MAX_PAGE = 20, 100
 _LAST = 2**63 - 1  # above the number of every row
@@ -65,7 +66,8 @@ def read_page(query: QueryParams, *, most: int = _MAX_PAGE) -> Page:
     return Page(int(limit), query.get("after"), ascending=order == "asc")
 
 
-def list_of(listed: Listed) -> Response:
+def list_of(scope: Scope, listed: Listed) -> Response:
+    """Return the answer to a request for a page. Raise ApiError (503)."""
     rows = listed.rows
     content = {
         "object": "list",
@@ -74,4 +76,4 @@ def list_of(listed: Listed) -> Response:
         "last_id": rows[-1][0] if rows else None,
         "has_more": listed.has_more,
     }
-    return json_bytes(msgspec.json.encode(content))
+    return held_json(scope, msgspec.json.encode(content))

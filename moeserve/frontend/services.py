@@ -17,6 +17,7 @@ from moeserve.frontend.admission import Admission, most_choices
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier, Named
 from moeserve.frontend.errors import ApiError, unavailable
+from moeserve.frontend.held import HeldBytes
 from moeserve.frontend.http import content_coding, receive_body, until_disconnect
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.live import LiveStats
@@ -71,6 +72,7 @@ class Services:
         config = run.config
         inline = Preparer(tokenizer, shape, Watch())
         self.text = TextProcesses(Path(run.model_dir), config.tool_call_parser, config.reasoning_parser, inline)
+        self.held = HeldBytes()
         # Held by the answer that works in a turn of the event loop, if it has a long prompt or many log probabilities.
         self.long_answers = asyncio.Lock()
         self.slo = service_slo(run.config)
@@ -240,8 +242,10 @@ class Services:
         )
         reply = await self.text.prepare(ask, body)
         if isinstance(reply, NeedsEarlier) and lend is not None:
-            earlier = await lend(reply.named)
-            reply = await self.text.prepare(msgspec.structs.replace(ask, earlier=earlier), body)
+            with self.held.hold(identity.digest) as hold:
+                earlier = await lend(reply.named)
+                hold.grow(earlier.num_bytes)
+                reply = await self.text.prepare(msgspec.structs.replace(ask, earlier=earlier), body)
         return reply
 
     async def receive(self, kind: Kind, scope: Scope, receive: Receive) -> Reply:

@@ -48,6 +48,7 @@ ROOMS = {
         "text",
         "wills",
         "errors",
+        "held",
         "http",
         "listing",
         "route",

@@ -11,6 +11,7 @@ import pytest
 
 from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError
+from moeserve.frontend.held import HeldBytes, Hold
 from moeserve.frontend.http import ClientDisconnected, content_coding, inflate, receive_body
 
 
@@ -18,7 +19,8 @@ class Connection:
     """The parts of a body, which come when they are sent."""
 
     def __init__(self, **headers: str) -> None:
-        self.scope = {"headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]}
+        listed = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        self.scope = {"headers": listed, "state": {"hold": Hold(HeldBytes(), b"")}}
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.num_received = 0
 

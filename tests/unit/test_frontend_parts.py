@@ -14,6 +14,7 @@ from starlette.requests import Request
 from structlog.testing import capture_logs
 
 from moeserve.frontend.errors import ApiError, context_length_exceeded, invalid, unavailable
+from moeserve.frontend.held import HeldBytes, Hold
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.route import RouteTable
@@ -97,7 +98,8 @@ def test_the_length_of_a_trace_is_bounded(max_tokens: int) -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": json.dumps({"action": "start", "max_tokens": max_tokens}).encode()}
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/experts/trace", "headers": []}
+    state = {"hold": Hold(HeldBytes(), b"")}
+    scope = {"type": "http", "method": "POST", "path": "/v1/experts/trace", "headers": [], "state": state}
     with pytest.raises(ApiError, match="`max_tokens` must be at least 1 and at most 2147483647") as caught:
         asyncio.run(ExpertRoutes(services).trace(Request(scope, receive)))
     assert (caught.value.status, caught.value.param) == (400, "max_tokens")

@@ -20,6 +20,7 @@ import uvicorn
 from moeserve.frontend import limits
 from moeserve.frontend.connections import BoundedHttpProtocol, Places
 from moeserve.frontend.errors import invalid
+from moeserve.frontend.held import HeldBytes, Hold
 from moeserve.frontend.http import EventStream, PatientSend, SlowReader, receive_body, send_body, until_disconnect
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
@@ -372,7 +373,7 @@ def test_a_client_behind_something_that_forwards_connections_is_found_out() -> N
 
 def test_half_a_request_gets_no_answer() -> None:
     async def reading(scope: Any, receive: Any, send: Any) -> None:
-        await receive_body(scope, receive, 1000)
+        await received(scope, receive, 1000)
         await send_body(send, 200, b"{}")
 
     async def scenario() -> None:
@@ -474,7 +475,7 @@ def test_http_1_0_gets_a_stream_without_chunks_that_ends_with_its_connection() -
 def test_a_refusal_comes_before_the_body_that_it_refuses() -> None:
     async def scenario() -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            await receive_body(scope, receive, 1000)
+            await received(scope, receive, 1000)
 
         async with Server(app, 4).listening() as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -494,9 +495,14 @@ def test_a_refusal_comes_before_the_body_that_it_refuses() -> None:
     asyncio.run(scenario())
 
 
+async def received(scope: Any, receive: Any, most: int) -> bytes:
+    scope["state"]["hold"] = Hold(HeldBytes(), b"")
+    return await receive_body(scope, receive, most)
+
+
 async def echo(scope: Any, receive: Any, send: Any) -> None:
     """Answers with the body and the names of the headers."""
-    body = await receive_body(scope, receive, 2**20)
+    body = await received(scope, receive, 2**20)
     names = [name.decode() for name, _ in scope["headers"]]
     await send_body(send, 200, json.dumps([body.decode(), names]).encode())
 

@@ -19,7 +19,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from launcher import frontend_main
-from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.errors import ApiError
@@ -215,20 +214,6 @@ def test_the_time_to_read_a_body_is_by_what_it_refers_to_as_well() -> None:
     with suppress(NotHere):
         preparer.prepare(zipped, packed)
     assert watch.entered[1] == (Stage.READ, len(body) + ask.num_earlier_bytes)
-
-
-def test_what_a_body_refers_to_counts_among_the_bytes_that_its_key_has_waiting(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask, body = responses_ask()
-    monkeypatch.setattr(limits, "MAX_WAITING_BYTES_PER_KEY", 3 * (len(body) + ask.num_earlier_bytes))
-
-    async def use(processes: TextProcesses) -> None:
-        replies = await asyncio.gather(*(processes.prepare(ask, body) for _ in range(8)))
-        refused = [reply for reply in replies if isinstance(reply, ApiError) and reply.code == "too_much_text"]
-        assert len(refused) == 8 - 2 - 3  # two are prepared, and three may wait
-
-    used(folder, use)
 
 
 def test_a_long_conversation_is_read_whole_in_pieces(folder: Path) -> None:

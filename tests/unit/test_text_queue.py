@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from moeserve.frontend import limits
-from moeserve.frontend.prepare.text_processes import QueueFull, Running, TextQueue
+from moeserve.frontend.prepare.text_processes import Running, TextQueue
 
 BIG = limits.BIG_BODY_BYTES
 
@@ -74,23 +72,7 @@ def test_a_key_whose_small_bodies_take_long_gets_one_process_until_it_is_forgive
     assert len(begin(queue, 10.0)) == 1
 
 
-def test_waiting_bytes_are_bounded_by_key_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_WAITING_BYTES_PER_KEY", 100)
-    monkeypatch.setattr(limits, "MAX_WAITING_BYTES", 150)
-    queue: TextQueue[str] = TextQueue(1)
-    queue.add("a", 500, "one is always taken")
-    begin(queue)
-    queue.add("a", 90, "a1")
-    with pytest.raises(QueueFull):
-        queue.add("a", 11, "a2")
-    queue.add("b", 60, "b1")
-    with pytest.raises(QueueFull):
-        queue.add("b", 1, "b2")
-    queue.add("c", 500, "a key with none waiting")
-
-
-def test_a_job_that_is_dropped_gives_its_bytes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_WAITING_BYTES_PER_KEY", 100)
+def test_a_job_that_is_dropped_does_not_begin() -> None:
     queue: TextQueue[str] = TextQueue(1)
     queue.add("a", 10, "runs")
     (running,) = begin(queue)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moeserve.frontend.held import HeldBytes, Hold
 from moeserve.frontend.http import receive_body, send_body
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
@@ -43,6 +44,7 @@ class Flood:
 
     async def ask(self, path: str = "/work") -> None:
         scope = {"type": "http", "path": path, "headers": [], "method": "POST"}
+        scope["state"] = {"hold": Hold(HeldBytes(), b"")}
         await self._boundary(scope, self._receive, self._send)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:

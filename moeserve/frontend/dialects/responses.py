@@ -90,7 +90,8 @@ class Turn:
     """The part of a request that its answer needs.
 
     repeated: the fields of the response object that are the request's. input: JSON of this request's own items, with
-    other items in place of references to them. names: how the client knows the tools, by the model's names for them.
+    other items in place of references to them; none where the response is not stored. names: how the client knows the
+    tools, by the model's names for them.
     """
 
     repeated: dict[str, Any]
@@ -190,13 +191,14 @@ def _prompt(asked: ResponsesBody, past: list[Item], items: list[Item], tools: To
 
 
 def _turn(asked: ResponsesBody, items: list[Item], tools: ToolSet, repeated: dict[str, Any]) -> Turn:
+    store = asked.store is not False
     return Turn(
         repeated=repeated,
-        input=msgspec.Raw(msgspec.json.encode(items)),
+        input=msgspec.Raw(msgspec.json.encode(items if store else [])),
         names=tools.names,
         previous_id=asked.previous_response_id,
         conversation_id=_conversation_id(asked.conversation),
-        store=asked.store is not False,
+        store=store,
         seals_reasoning=_SEALED_REASONING in (asked.include or ()),
     )
 

@@ -25,6 +25,7 @@ from moeserve.frontend.dialects.batch_lines import BatchLine, BatchPart, LinePla
 from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.errors import ApiError, internal_error, invalid
+from moeserve.frontend.held import Hold
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.prepare.messages import Ask, Body, Kind, Prepared, expect
 from moeserve.frontend.services import Services
@@ -215,7 +216,8 @@ class Batches:
             try:
                 if line.tries >= limits.MAX_JOB_TRIES:
                     raise _no_progress()
-                body, formatter = await _patiently(partial(self._ask, batch, line, identity))
+                with self._services.held.hold(batch.caller) as hold:
+                    body, formatter = await _patiently(partial(self._ask, batch, line, identity, hold))
                 status = 200
             except ApiError as error:
                 status, body = error.status, error.body()
@@ -224,13 +226,17 @@ class Batches:
                 status, body = 500, internal_error().body()
             keep = partial(_keep, batch=batch, line=line, status=status, body=body, formatter=formatter)
 
-    async def _ask(self, batch: StoredBatch, line: LinePlace, identity: Identity) -> tuple[bytes, Formatter]:
+    async def _ask(
+        self, batch: StoredBatch, line: LinePlace, identity: Identity, hold: Hold
+    ) -> tuple[bytes, Formatter]:
         """Have a line answered like a request of its route; return the answer and its formatter. Raise ApiError."""
         services, kind = self._services, KINDS[batch.path]
         facts = services.check_serving()
+        hold.set(line.size)
         body = await self._content(batch, line.start, line.size)
         lend = partial(responses.lend, self._store, batch.caller)
         prepared = expect(await services.prepare(kind, body, identity, lend=lend), Prepared)
+        hold.set(prepared.num_bytes)
         request = prepared.request
         if request.priority:
             raise invalid("A request of a batch has no `priority`", "priority")

@@ -99,6 +99,12 @@ class Prepared(msgspec.Struct, frozen=True, tag_field="reply"):
     wishes: list[CacheWish] | None = None
     prompt_texts: list[PromptText] = []
     prediction: Int32s = msgspec.field(default_factory=lambda: array("i"))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what can be long."""
+        return len(self.request.repeated) + sum(4 * len(prompt) for prompt in self.prompts)
+
     relaxed: tuple[Relaxed, ...] = ()
 
 

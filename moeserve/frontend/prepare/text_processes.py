@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from moeserve.frontend import limits
-from moeserve.frontend.errors import internal_error, unavailable
+from moeserve.frontend.errors import internal_error
 from moeserve.frontend.prepare.messages import (
     PAGE_BYTES,
     SIZE_BYTES,
@@ -60,10 +60,6 @@ _CORES_PER_PROCESS = 8
 _INLINE_KINDS = frozenset({"completions", "detokenize", "prefix", "tokenize", "unpin", "warm"})
 
 
-class QueueFull(Exception):
-    """Too many bytes of the key, or of all keys, wait."""
-
-
 @dataclass(slots=True)
 class _Debt:
     seconds: float = 0.0
@@ -97,19 +93,12 @@ class TextQueue(Generic[_T]):
         self._num_places = num_places
         self._num_running = 0
         self._num_slow = 0  # running jobs that may take long
-        self._num_bytes = 0
-        self._bytes_of_key: dict[Hashable, int] = {}
         self._flows: dict[tuple[Hashable, bool], _Flow[_T]] = {}
         self._debts: dict[Hashable, _Debt] = {}
         self._least_used = 0.0  # by the flow that was served last
 
     def add(self, key: Hashable, num_bytes: int, job: _T) -> None:
-        """Add a job to the queue. Raise QueueFull; a key without waiting jobs can always add one."""
-        waits = self._bytes_of_key.get(key, 0)
-        if waits and waits + num_bytes > limits.MAX_WAITING_BYTES_PER_KEY:
-            raise QueueFull
-        if waits and self._num_bytes + num_bytes > limits.MAX_WAITING_BYTES:
-            raise QueueFull
+        """Add a job to the queue."""
         name = (key, num_bytes >= limits.BIG_BODY_BYTES)
         flow = self._flows.get(name)
         if flow is None:
@@ -117,7 +106,6 @@ class TextQueue(Generic[_T]):
         if not flow.jobs and not flow.num_running:
             flow.used = max(flow.used, self._least_used)
         flow.jobs.append((job, num_bytes))
-        self._count(key, num_bytes)
         self.num_waiting += 1
 
     def drop(self, key: Hashable, num_bytes: int, job: _T) -> bool:
@@ -126,7 +114,6 @@ class TextQueue(Generic[_T]):
         if flow is None or (job, num_bytes) not in flow.jobs:
             return False
         flow.jobs.remove((job, num_bytes))
-        self._count(key, -num_bytes)
         self.num_waiting -= 1
         return True
 
@@ -139,8 +126,7 @@ class TextQueue(Generic[_T]):
         if not ready:
             return None
         flow = min(ready, key=lambda flow: (flow.num_running, flow.used))
-        job, num_bytes = flow.jobs.popleft()
-        self._count(flow.key, -num_bytes)
+        job, _ = flow.jobs.popleft()
         self.num_waiting -= 1
         self._least_used = max(self._least_used, flow.used)
         flow.num_running += 1
@@ -168,12 +154,6 @@ class TextQueue(Generic[_T]):
     def _is_slow(self, flow: _Flow[_T], now: float) -> bool:
         debt = self._debts.get(flow.key)
         return flow.is_big or (debt is not None and debt.left(now) > _MOST_DEBT_S)
-
-    def _count(self, key: Hashable, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        self._bytes_of_key[key] = self._bytes_of_key.get(key, 0) + num_bytes
-        if not self._bytes_of_key[key]:
-            del self._bytes_of_key[key]
 
     def _forget_idle(self, now: float) -> None:
         self._flows = {name: flow for name, flow in self._flows.items() if flow.jobs or flow.num_running}
@@ -264,10 +244,7 @@ class TextProcesses:
                 return self._inline.prepare(ask, body)
         hint = hash((ask.owner, body[:_HINT_BYTES]))
         job = _Job(pack_ask(ask, body), len(body) + ask.num_earlier_bytes, hint, ask.model.eos_token_ids)
-        try:
-            self._queue.add(ask.owner, job.num_bytes, job)
-        except QueueFull:
-            return unavailable("The server is converting too much text already", "too_much_text")
+        self._queue.add(ask.owner, job.num_bytes, job)
         self._turn()
         try:
             return await job.reply

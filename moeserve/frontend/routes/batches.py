@@ -46,7 +46,7 @@ class BatchRoutes:
             return await self._create(request, caller)
         find = partial(batches.listed, page=read_page(request.query_params))
         found, has_more = await self._store.read(caller, find)
-        return list_of(Listed([(one.batch_id, _described(one)) for one in found], has_more))
+        return list_of(request.scope, Listed([(one.batch_id, _described(one)) for one in found], has_more))
 
     async def one(self, request: Request) -> Response:
         return await self._shown(request)

@@ -41,7 +41,7 @@ class FileRoutes:
         query = request.query_params
         find = partial(files.listed, page=read_page(query, most=_MAX_PAGE), purpose=query.get("purpose"))
         found, has_more = await self._store.read(caller, find)
-        return list_of(Listed([(one.file_id, _described(one)) for one in found], has_more))
+        return list_of(request.scope, Listed([(one.file_id, _described(one)) for one in found], has_more))
 
     async def one(self, request: Request) -> Response:
         """Answer GET with a file's description, DELETE by dropping it."""

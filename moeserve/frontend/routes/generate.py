@@ -33,6 +33,7 @@ from moeserve.frontend.exchange import (
     take,
     whole,
 )
+from moeserve.frontend.held import hold_of
 from moeserve.frontend.http import EventStream, content_coding, receive_body, send_body, until_disconnect, with_headers
 from moeserve.frontend.jobs.jobs import RESUMED, STATUS_WAITS, Jobs, JobView
 from moeserve.frontend.keys import Identity, caller_of
@@ -117,6 +118,7 @@ class GenerateRoute:
         try:
             with admission.hold(1, services.capacity, unread) as held:
                 prepared = expect(await until_disconnect(receive, asking), Prepared)
+                hold_of(scope).set(prepared.num_bytes)
                 send = self._warn(scope, send, prepared.request)
                 terms = self._change(scope, held, prepared.request)
                 if name is None and not prepared.request.detached:

@@ -16,7 +16,7 @@ from moeserve.frontend.dialects.responses import Checked, conversation_not_found
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX
 from moeserve.frontend.errors import ApiError, invalid
-from moeserve.frontend.http import json_bytes
+from moeserve.frontend.http import held_json, json_bytes
 from moeserve.frontend.jobs.jobs import Jobs, JobView
 from moeserve.frontend.jobs.runner import unpack_record
 from moeserve.frontend.keys import caller_of
@@ -78,7 +78,7 @@ class KeptResponseRoutes:
         if request.query_params.get("stream", "false") == "false":
             if after is not None:
                 raise invalid("`starting_after` goes with `stream=true`", "starting_after")
-            return json_bytes((await self._find(request)).response)
+            return held_json(request.scope, (await self._find(request)).response)
         if after is not None and not after.isdecimal():
             raise invalid("`starting_after` must be the number of an event", "starting_after")
         return await self._events(request, -1 if after is None else int(after[:9]))
@@ -90,7 +90,7 @@ class KeptResponseRoutes:
             await self._find(request)
             raise invalid("Only a response that was made with `background` can be cancelled", "response_id")
         await self._jobs.cancel(job)
-        return json_bytes((await self._find(request)).response)
+        return held_json(request.scope, (await self._find(request)).response)
 
     async def _events(self, request: Request, after: int) -> ASGIApp:
         """Return the events of a response behind that number, as an answer."""
@@ -124,7 +124,7 @@ class KeptResponseRoutes:
         if listed is None:
             shown = await self._find(request)
             listed = await asyncio.to_thread(responses.page_of_input, response_id, shown.input, page)
-        return list_of(listed)
+        return list_of(request.scope, listed)
 
     async def _find(self, request: Request) -> KeptResponse:
         """Return the response that the path names, and note its use."""
@@ -200,12 +200,14 @@ class ConversationRoutes:
                 raise conversation_not_found(name)
             if added is None:
                 raise invalid(_TOO_LONG, "items")
-            return list_of(Listed([(msgspec.json.decode(item, type=_Identified).id, item) for item in added]))
+            return list_of(
+                request.scope, Listed([(msgspec.json.decode(item, type=_Identified).id, item) for item in added])
+            )
         page = read_page(request.query_params)
         listed = await self._store.read(caller, partial(responses.items_page, conversation_id=name, page=page))
         if listed is None:
             raise conversation_not_found(name)
-        return list_of(listed)
+        return list_of(request.scope, listed)
 
     async def item(self, request: Request) -> Response:
         """Answer GET with an item, DELETE by taking it out."""
@@ -228,7 +230,7 @@ class ConversationRoutes:
             raise conversation_not_found(name)
         if found is None:
             raise _no_item(item_id)
-        return json_bytes(found)
+        return held_json(request.scope, found)
 
     async def _body(self, request: Request, kind: Kind) -> Checked:
         services, scope = self._services, request.scope
