@@ -99,7 +99,8 @@ class Services:
         check_model_texts(folder)
         tokenizer = TextTokenizer.from_file(folder / "tokenizer.json")
         sources = read_sources(folder)
-        shape = choose_shape(sources, model_type_of(folder), run.config.tool_call_parser, run.config.reasoning_parser)
+        parsers = run.config.tool_call_parser, run.config.reasoning_parser
+        shape = choose_shape(sources, model_type_of(folder), *parsers, tokenizer.added_ids)
         return cls(run, tokenizer, shape, num_dropped_lines, news_fd, number)
 
     async def start(self) -> None:

@@ -12,7 +12,7 @@ import codecs
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -66,6 +66,7 @@ class TextTokenizer:
         self._model_texts = _Spelled(specials - _REASONING_MARKERS)
         self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self.token_bytes = lru_cache(maxsize=65_536)(self._token_bytes)
+        self.special_in = lru_cache(maxsize=16)(self._special_in)
 
     @classmethod
     def from_file(cls, path: str | Path) -> TextTokenizer:
@@ -76,12 +77,10 @@ class TextTokenizer:
             reason = " ".join(str(error).split())[:300]
             raise ModelError(f"{path} is not a usable tokenizer: {reason}.") from None
 
-    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        return frozenset(self._special_ids[text] for text in texts if text in self._special_ids)
-
-    @property
-    def special_texts(self) -> Collection[str]:
-        return self._special_ids.keys()
+    def _special_in(self, texts: frozenset[str]) -> tuple[frozenset[int], frozenset[str]]:
+        """Return the special tokens that some texts are or hold, and these texts."""
+        pairs = [(text, special) for text in texts for special in self._special_ids if special and special in text]
+        return frozenset(self._special_ids[special] for _, special in pairs), frozenset(text for text, _ in pairs)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, special tokens in it included. Releases the GIL."""

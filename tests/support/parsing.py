@@ -10,7 +10,8 @@ from typing import Any
 from moeserve.frontend.dialects.internal import ToolCallPart
 from moeserve.frontend.parsers.families import CALLS, REASONING
 from moeserve.frontend.parsers.feed import Parsed
-from moeserve.frontend.parsers.parser import OutputParser, Start
+from moeserve.frontend.parsers.messages import MESSAGES, Start
+from moeserve.frontend.parsers.parser import OutputParser
 
 SCHEMAS: dict[str, dict[str, Any] | None] = {
     "get_weather": {
@@ -29,7 +30,7 @@ def parser(family: str, reasoning: str = "none", start: Start = "answer", **opti
     return OutputParser(
         reasoning=REASONING.get(reasoning),
         calls=CALLS.get(family),
-        is_harmony="harmony" in (family, reasoning),
+        messages=MESSAGES.get(family) or MESSAGES.get(reasoning),
         start=start,
         new_id=lambda: next(ids),
         **{"schemas": SCHEMAS, **options},

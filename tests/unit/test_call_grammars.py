@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+import jsonschema
 import llguidance
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -13,11 +14,12 @@ from tokenizers import AddedToken, Tokenizer
 from moeserve.frontend.dialects.formats import ANSWER
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, OutputFormat, Tool, ToolChoice
 from moeserve.frontend.errors import ApiError
-from moeserve.frontend.parsers.call_grammars import GRAMMARS, arguments_schema, call_grammar
+from moeserve.frontend.parsers.call_grammars import GRAMMARS, call_grammar
 from moeserve.frontend.parsers.families import CALLS, REASONING
 from moeserve.frontend.parsers.feed import CallIds, Parsed
-from moeserve.frontend.parsers.parser import OutputParser, Start
-from moeserve.frontend.parsers.rules import Rules
+from moeserve.frontend.parsers.messages import MESSAGES, Start
+from moeserve.frontend.parsers.parser import OutputParser
+from moeserve.frontend.parsers.rules import Rules, arguments_schema
 from moeserve.frontend.parsers.shape import OutputShape
 from moeserve.frontend.parsers.tagged import Layout, TaggedCalls
 from moeserve.plan import SamplingParams
@@ -93,7 +95,7 @@ def parse(family: str, text: str, reasoning: str = "none", start: Start = "text"
     parser = OutputParser(
         reasoning=REASONING.get(reasoning),
         calls=CALLS[base(family)],
-        is_harmony=family == "harmony",
+        messages=MESSAGES.get(family),
         start="answer" if start == "text" else start,
         schemas={tool.name: tool.parameters for tool in TOOLS},
         hidden=markers(family),
@@ -142,7 +144,10 @@ SAVE = Tool(
 
 def written(layout: Layout, name: str, arguments: dict[str, Any]) -> str:
     begin, middle, close = layout.argument
-    values = "".join(f"{begin}{key}{middle}{value}{close}" for key, value in arguments.items())
+    values = ""
+    for key, value in arguments.items():
+        is_text = "true" if isinstance(value, str) else "false"
+        values += f"{begin}{key}{middle.replace('STRING', is_text)}{value}{close}"
     return f"{layout.region[0]}{layout.call[0]}{name}{layout.call[1]}{values}{layout.call[2]}{layout.region[1]}"
 
 
@@ -214,6 +219,39 @@ def test_texts_in_tags_are_held_to_their_schemas_without_quotes(name: str, value
     if result is not None:
         (call,) = parse_text(said, "qwen3-coder", schemas={"pay": PAY.parameters}).calls
         assert json.loads(call.arguments) == {name: result}
+
+
+ORDER = Tool(
+    "order",
+    parameters={
+        "type": "object",
+        "properties": {
+            "id": {"type": "integer", "minimum": 10, "maximum": 19},
+            "items": {"type": "array", "items": {"$ref": "#/$defs/Item"}},
+            "note": {"anyOf": [{"enum": ["now", "later"]}, {"type": "null"}]},
+            "to": {"type": "object", "properties": {"zip": {"enum": ["00118"]}}, "required": ["zip"]},
+            "again": {"$ref": "#"},
+        },
+        "required": ["id", "to"],
+        "$defs": {
+            "Item": {"type": "object", "properties": {"sku": {"enum": ["a", "b"]}, "new": {"type": "boolean"}}},
+        },
+    },
+)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "minimax-m3"])
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+def test_values_that_nest_are_held_to_their_schemas(family: str, special: bool) -> None:
+    said: set[str] = set()
+    for seed in range(8):
+        model = Model(family, special=special, tools=(ORDER,), forced=True, parallel=False)
+        text = model.babble(seed, most=1500)
+        if model.matcher.is_stopped():
+            (call,) = parse_text(text, family, schemas={"order": ORDER.parameters}, hidden=markers(family)).calls
+            jsonschema.validate(json.loads(call.arguments), {**ORDER.parameters, "additionalProperties": False})
+            said.add(call.arguments)
+    assert len(said) > 2
 
 
 def test_an_added_token_inside_a_marker_is_named_by_its_id() -> None:
@@ -345,6 +383,27 @@ def test_only_requests_that_need_a_grammar_get_one() -> None:
     with pytest.raises(ApiError) as caught:
         OutputShape("none").grammar(request(tool_choice=ToolChoice("required")), "", {})
     assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    "shape", [OutputShape("muse", "muse"), OutputShape("inkling", "inkling"), OutputShape("step3")]
+)
+def test_a_form_to_which_a_family_cannot_be_held_is_refused_by_its_name(shape: OutputShape) -> None:
+    form = OutputFormat("json_object", where="response_format")
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("tool_choice", {"tool_choice": ToolChoice("required")}),
+        ("tool_choice", {"tool_choice": ToolChoice("auto", ("send",))}),
+        ("tools", {}),
+        ("response_format", {"output_format": form}),
+    ]
+    if shape.messages is not None:
+        refused.append(("response_format", {"output_format": form, "tools": ()}))
+    for where, changes in refused:
+        with pytest.raises(ApiError) as caught:
+            shape.grammar(request(**changes), "", {})
+        assert caught.value.param == where
+        assert shape.calls in caught.value.message
+    assert shape.grammar(request(tools=(TOOLS[0],)), "", {}) is None
 
 
 def test_a_tool_that_is_forced_by_its_name_is_called_once() -> None:

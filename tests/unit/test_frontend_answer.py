@@ -310,6 +310,25 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_nobody_else() -> N
     assert (delta.text, delta.finish_reason) == ("ab", "stop")
 
 
+def test_special_tokens_inside_longer_markers_reach_the_parser_and_nobody_else() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|open|>", "<|close|>", "<|sep|>")])
+    text_tokenizer = TextTokenizer(tokenizer)
+    shape = OutputShape("kimi-k3", "kimi-k3")
+    said = (
+        "hm<|close|>think<|sep|><|open|>response<|sep|>Ok.<|close|>response<|sep|><|open|>tools<|sep|>"
+        '<|open|>call tool="weather" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>'
+    )
+    for tools, calls in ((WEATHER, ["weather"]), ((), [])):
+        prompt = text_tokenizer.encode("<|open|>think<|sep|>")
+        answer = Answer(request(prompts=CHAT, tools=tools), [prompt], text_tokenizer, shape)
+        kept = said if tools else said.partition("<|open|>tools")[0]
+        whole = Delta(0)
+        for delta in answer.take(0, Output("r-0", text_tokenizer.encode(kept), FinishReason.STOP)):
+            whole.append(delta)
+        assert (whole.reasoning, whole.text, [call.name for call in whole.calls]) == ("hm", "Ok.", calls)
+
+
 def test_log_probabilities_of_parsed_answers_cover_every_token() -> None:
     sampling = SamplingParams(max_tokens=0, logprobs=0)
     whole, _ = answer_of(f"<think>hm</think>{CALL}", THINKER, tools=WEATHER, sampling=sampling)

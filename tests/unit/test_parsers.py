@@ -16,65 +16,14 @@ from moeserve.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from moeserve.frontend.dialects.internal import ToolCallPart
 from moeserve.frontend.parsers.families import CALLS, REASONING
 from moeserve.frontend.parsers.feed import CallIds, Feed, JsonScan, Markers, Parsed
-from moeserve.frontend.parsers.parser import OutputParser, Start
-from moeserve.frontend.parsers.shape import choose_shape
+from moeserve.frontend.parsers.messages import Start
+from moeserve.frontend.parsers.parser import OutputParser
 from tests.support.examples import examples
+from tests.support.model_answers import ANSWERS
 from tests.support.parsing import SCHEMAS, calls_of, parse, parse_cut, parser
 
 PARIS = ("get_weather", {"city": "Paris", "days": 2})
 ROME = ("get_weather", {"city": "Rome", "days": 1})
-# What each family's template renders for an assistant that says something and makes two calls.
-ANSWERS = {
-    "hermes": (
-        "I look.\n<tool_call>\n"
-        '{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>\n<tool_call>\n'
-        '{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}\n</tool_call>'
-    ),
-    "qwen3-coder": (
-        "I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n"
-        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n"
-        "</parameter>\n<parameter=days>\n1\n</parameter>\n</function>\n</tool_call>"
-    ),
-    "mistral": (
-        'I look.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 2}'
-        '[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{"city": "Rome", "days": 1}'
-    ),
-    "deepseek": (
-        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
-        '{"city": "Paris", "days": 2}<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>'
-        '{"city": "Rome", "days": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-    ),
-    "glm": (
-        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
-        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>get_weather"
-        "<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_key><arg_value>1</arg_value></tool_call>"
-    ),
-    "kimi": (
-        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
-        '{"city": "Paris", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.get_weather:1'
-        '<|tool_call_argument_begin|>{"city": "Rome", "days": 1}<|tool_call_end|><|tool_calls_section_end|>'
-    ),
-    "minimax": (
-        'I look.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
-        '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="get_weather">\n'
-        '<parameter name="city">Rome</parameter>\n<parameter name="days">1</parameter>\n</invoke>\n'
-        "</minimax:tool_call>"
-    ),
-    "harmony": (
-        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
-        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris", "days": 2}<|call|>'
-        "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"
-        '{"city": "Rome", "days": 1}<|call|>'
-    ),
-    "llama3": (
-        'I look.<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}; '
-        '{"name": "get_weather", "parameters": {"city": "Rome", "days": 1}}'
-    ),
-    "granite": (
-        'I look.<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, '
-        '{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}]'
-    ),
-}
 
 
 @pytest.mark.parametrize("family", CALLS)
@@ -473,26 +422,3 @@ def test_what_is_no_json_is_noticed(text: str) -> None:
     scan = JsonScan()
     scan.scan(text, ended=True)
     assert scan.broken
-
-
-@pytest.mark.parametrize(
-    ("template", "model_type", "shape"),
-    [
-        ("<tool_call> <think>", "qwen3_moe", ("hermes", "think")),
-        ("<tool_call> <function= <think>", "qwen3_moe", ("qwen3-coder", "think")),
-        ("[TOOL_CALLS]", "mixtral", ("mistral", "none")),
-        ("[TOOL_CALLS] [THINK]", "mistral", ("mistral", "mistral")),
-        ("<|channel|>", "gpt_oss", ("harmony", "harmony")),
-        ("", "gpt_oss", ("harmony", "harmony")),
-        ("<｜tool▁calls▁begin｜> </think>", "deepseek_v3", ("deepseek", "think")),
-        ("<tool_call> <arg_key> <think>", "glm4_moe", ("glm", "think")),
-        ("<minimax:tool_call> <think>", "minimax_m2", ("minimax", "think")),
-        ("<|tool_calls_section_begin|>", "kimi_k2", ("kimi", "none")),
-        ("<|python_tag|>", "llama", ("llama3", "none")),
-        ("plain", "llama", ("hermes", "none")),
-    ],
-)
-def test_the_family_follows_from_template_and_type(template: str, model_type: str, shape: tuple[str, str]) -> None:
-    found = choose_shape([template], model_type)
-    assert (found.calls, found.reasoning) == shape
-    assert choose_shape([template], model_type, "none", "none").markers == frozenset()

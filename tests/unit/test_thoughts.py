@@ -14,7 +14,8 @@ from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, Tho
 from moeserve.frontend.parsers.counting import Thoughts
 from moeserve.frontend.parsers.families import CALLS, REASONING
 from moeserve.frontend.parsers.feed import CallIds
-from moeserve.frontend.parsers.parser import OutputParser, Start
+from moeserve.frontend.parsers.messages import Start
+from moeserve.frontend.parsers.parser import OutputParser
 from moeserve.frontend.parsers.shape import OutputShape
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams
@@ -108,6 +109,26 @@ def test_every_message_in_the_analysis_channel_is_a_thought_unless_it_is_a_call(
         "{}<|call|><|start|>assistant<|channel|>analysis<|message|>so<|channel|>final<|message|>Yes<|return|>"
     )
     assert count(answer, HARMONY) == 4
+
+
+@pytest.mark.parametrize(
+    ("family", "answer", "expected"),
+    [
+        ("muse", " to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Yes<|eot|>", 2),
+        ("muse", " to=user<|message|>Yes", 0),
+        ("inkling", "<|content_text|>Yes<|end_message|><|message_model|><|content_thinking|>hm<|end_message|>", 2),
+        ("inkling", "<|content_thinking|>hm<|content_invoke_tool_json|>{}<|end_message|>", 2),
+        ("gemma4", "<|channel>thought\nhm<channel|>Yes", 3),
+        ("kimi-k3", "<|open|>think<|sep|>hm<|close|>think<|sep|>Yes", 2),
+    ],
+)
+def test_thoughts_between_other_markers_count(family: str, answer: str, expected: int) -> None:
+    shape = OutputShape(family, family)
+    assert count(answer, shape) == expected
+    thoughts = Thoughts(TOKENIZER, shape, ServeConfig(reasoning_budget=0))
+    budget = thoughts.budget(request(), "answer")
+    assert budget is not None
+    assert budget.closing
 
 
 PIECES = st.lists(

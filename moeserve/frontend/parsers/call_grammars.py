@@ -6,30 +6,28 @@ as the parser reads it; all other values are JSON of their schemas.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from moeserve.frontend.dialects.formats import ANSWER, closed, enforceable
+from moeserve.frontend.dialects.formats import ANSWER
 from moeserve.frontend.dialects.internal import Tool
-from moeserve.frontend.parsers.calls import JsonCalls, JsonLayout, MarkedCalls
-from moeserve.frontend.parsers.families import CALLS, DEEPSEEK, KIMI
-from moeserve.frontend.parsers.parser import Start
+from moeserve.frontend.parsers.calls import CallShape, JsonCalls, JsonLayout, MarkedCalls
+from moeserve.frontend.parsers.elements import MARK
+from moeserve.frontend.parsers.families import CALLS, DEEPSEEK, KIMI, calls_of
+from moeserve.frontend.parsers.literals import PythonCalls
+from moeserve.frontend.parsers.messages import MESSAGES, Start
+from moeserve.frontend.parsers.nested_grammars import ElementValues, GemmaValues
 from moeserve.frontend.parsers.reasoning import Reasoning
-from moeserve.frontend.parsers.rules import ANY_TEXT, Rules, json_value, literal
+from moeserve.frontend.parsers.rules import ANY_TEXT, Rules, arguments_schema, definitions, escaped, json_value, literal
 from moeserve.frontend.parsers.tagged import Layout, TaggedCalls
 from moeserve.frontend.parsers.values import choices_of, types_of
 
-_NO_OBJECT = "/([^{](?s:.*))?/"
 _LINE_BREAKS = r"/\n{0,2}/"
+_LINE = '"\\n"'
 _FENCE = '"\\n```json\\n"'
-
-
-def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, an object. Objects that list their properties have no others."""
-    schema = closed(enforceable(tool.parameters or {}, "tools"))
-    return schema if schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"} else {"type": "object", **schema}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +48,29 @@ def call_grammar(
     forced: bool,
     parallel: bool,
     ids: Mapping[str, int],
+    suffix: str = "",
     start: Start = "text",
     reasoning: Reasoning | None = None,
     has_format: bool = False,
 ) -> str:
     """Return the grammar of an answer: reasoning if the model reasons, then calls of `tools` or, unless `forced`, text.
 
-    family: of `GRAMMARS`, or `harmony`. start: where the prompt leaves off; `text` allows no reasoning. has_format: the
-    text is what the grammar named `ANSWER` says, and any text otherwise. Without tools there are no calls.
+    family: of `GRAMMARS`, or `harmony`. suffix: in the tags of the vocabulary. start: where the prompt leaves off;
+    `text` allows no reasoning. has_format: the text is what the grammar named `ANSWER` says, and any text otherwise.
+    Without tools there are no calls.
     """
     rules = Rules(ids)
     text = f"@{ANSWER}" if has_format else ""
     if family == "harmony":
         return _harmony(rules, tools, forced, start, text)
-    calls = GRAMMARS[family](rules, tools, parallel) if tools else None
+    shape = calls_of(family.removesuffix("-fenced"), suffix)
+    calls = _rules_of(family, shape)(rules, tools, parallel) if tools and shape is not None else None
     whole = "" if calls is None else f"{rules.text(calls.opening)} {calls.rest}"
     if forced or not text:
-        body = whole if forced or calls is None else _text_or(rules, calls)
+        body = whole if forced or calls is None or shape is None else _text_or(rules, calls, shape.bare)
     else:
         body = f"{whole} | {text}" if whole else text
-    before = _reasoning(rules, start, reasoning, CALLS[family.removesuffix("-fenced")].opens if tools else ())
+    before = _reasoning(rules, start, reasoning, shape.opens if tools and shape is not None else ())
     return rules.source(f"{before} {rules.add(body)}")
 
 
@@ -81,11 +82,11 @@ def _reasoning(rules: Rules, start: Start, reasoning: Reasoning | None, opens: I
     return rest if start == "reasoning" else f"({rules.text(reasoning.begin)} {rest})?"
 
 
-def _text_or(rules: Rules, calls: Calls) -> str:
+def _text_or(rules: Rules, calls: Calls, bare: str) -> str:
     """Return the expression for text with calls behind it or without."""
     if not calls.opening:
         # Only the first character distinguishes a call from text.
-        return f"{calls.rest} | {rules.add(_NO_OBJECT)}"
+        return f"{calls.rest} | {rules.add(f'/([^{escaped(bare)}](?s:.*))?/')}"
     # As soon as the marker is complete, the lexeme that ends with it wins over the lexeme of any text.
     return f"{rules.until(calls.opening)} {calls.rest} | {rules.add(ANY_TEXT)}"
 
@@ -177,8 +178,7 @@ def _value(rules: Rules, inner: Any, schema: Mapping[str, Any], layout: Layout, 
     head = _tags(rules, layout, layout.argument[1].replace("STRING", "true" if is_text else "false"))
     close = layout.argument[2]
     if not is_text:
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        value = f"{json_value({**inner, **shared}, strict=tool.strict)} {rules.text(close)}"
+        value = f"{json_value({**inner, **definitions(schema)}, strict=tool.strict)} {rules.text(close)}"
     elif (choices := choices_of(inner, schema)) is not None:
         value = f"({' | '.join(map(literal, choices))}) {rules.text(close)}"
     else:
@@ -190,6 +190,45 @@ def _tags_behind(layout: Layout) -> list[str]:
     """Return the tags of which one follows a value that has ended."""
     parts = (layout.argument[0], *layout.region, layout.call[0], layout.call[2])
     return [part.strip().rstrip('"') for part in parts if part.strip()]
+
+
+def _gemma(rules: Rules, tools: Sequence[Tool], parallel: bool) -> Calls:
+    opening, end = "<|tool_call>", rules.text("<tool_call|>")
+    calls = rules.choice(
+        f"{literal(f'call:{tool.name}')} {GemmaValues(rules, tool).arguments()} {end}" for tool in tools
+    )
+    return Calls(opening, rules.several(calls, rules.text(opening), parallel))
+
+
+def _elements(rules: Rules, tools: Sequence[Tool], parallel: bool) -> Calls:
+    calls = rules.choice(
+        f"{rules.text(f'{MARK}<invoke name=')} {literal(json.dumps(tool.name))} {literal('>')}"
+        f" {ElementValues(rules, tool).arguments(f'{MARK}</invoke>')} {_LINE}"
+        for tool in tools
+    )
+    rest = f"{_LINE} {rules.several(calls, '', parallel)} {rules.text(f'{MARK}</tool_call>')}"
+    return Calls(f"{MARK}<tool_call>", rest)
+
+
+def _python(layout: JsonLayout, opening: str, rules: Rules, tools: Sequence[Tool], parallel: bool) -> Calls:
+    calls = rules.choice(f"{literal(tool.name + '(')} {_keywords(rules, tool)} {literal(')')}" for tool in tools)
+    several = rules.several(calls, rules.text(layout.between), parallel)
+    return Calls(opening, f"{rules.text(layout.before.removeprefix(opening))} {several} {rules.text(layout.after)}")
+
+
+def _keywords(rules: Rules, tool: Tool) -> str:
+    """Return the expression for a tool's arguments as Python's keywords with JSON, in the order of its schema."""
+    schema = arguments_schema(tool)
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return ""
+    required, shared = schema.get("required"), definitions(schema)
+    parts = []
+    for name, inner in properties.items():
+        value = json_value({**(inner if isinstance(inner, dict) else {}), **shared}, strict=tool.strict)
+        is_needed = isinstance(required, list) and name in required
+        parts.append((rules.add(f"{literal(f'{name}=')} {value}"), is_needed))
+    return rules.listed(parts, literal(", "))
 
 
 def _harmony(rules: Rules, tools: Sequence[Tool], forced: bool, start: Start, text: str) -> str:
@@ -209,17 +248,21 @@ def _harmony(rules: Rules, tools: Sequence[Tool], forced: bool, start: Start, te
     return rules.source(f"({thought} {mark('<|start|>assistant')})? {rules.choice(messages)}")
 
 
-GRAMMARS: Mapping[str, CallRules] = {
-    **{
-        name: partial(_json, shape.layout, shape.opens[0] if shape.layout.before else "")
-        for name, shape in CALLS.items()
-        if isinstance(shape, JsonCalls) and name != "harmony"
-    },
-    **{
-        name: partial(_tagged, shape.layout, shape.opens[0])
-        for name, shape in CALLS.items()
-        if isinstance(shape, TaggedCalls)
-    },
+def _rules_of(family: str, shape: CallShape) -> CallRules:
+    match shape:
+        case JsonCalls():
+            return partial(_json, shape.layout, shape.opens[0] if shape.layout.before else "")
+        case TaggedCalls():
+            return partial(_tagged, shape.layout, shape.opens[0])
+        case PythonCalls():
+            return partial(_python, shape.layout, "" if shape.bare else shape.opens[0])
+        case _:
+            return _OTHERS[family]
+
+
+_OTHERS: Mapping[str, CallRules] = {
+    "gemma4": _gemma,
+    "minimax-m3": _elements,
     "mistral": _mistral,
     "deepseek": partial(_in_section, DEEPSEEK, lambda tool, separator: f"{literal(tool.name)} {separator}"),
     "deepseek-fenced": partial(
@@ -227,9 +270,12 @@ GRAMMARS: Mapping[str, CallRules] = {
         DEEPSEEK,
         lambda tool, separator: f'"function" {separator} {literal(tool.name)} {_FENCE}',
         end='"\\n```"',
-        between='"\\n"',
+        between=_LINE,
     ),
     "kimi": partial(
         _in_section, KIMI, lambda tool, separator: f"{literal(f'functions.{tool.name}:')} /[0-9]+/ {separator}"
     ),
 }
+# Families to whose calls no grammar holds a model: older ones, and answers that are messages.
+_FREE = frozenset({*MESSAGES, "kimi-k3", "step3"})
+GRAMMARS = tuple(name for name in (*CALLS, "deepseek-fenced") if name not in _FREE)

@@ -12,10 +12,10 @@ from moeserve.frontend.parsers.values import Schemas, decode, plain_arguments
 
 # Tools have no other names; text that is none names no tool.
 NAME = re.compile(r"[A-Za-z0-9_.-]*")
-_NAME_KEYS = frozenset({"name"})
-_ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+_NAME_KEYS = frozenset({"name", "tool_name"})
+_ARGUMENT_KEYS = frozenset({"arguments", "parameters", "args"})
 # Where nothing marks a call, an object that begins with any other key is none.
-_KEYS = _NAME_KEYS | _ARGUMENT_KEYS | {"type", "id", "index", "function"}
+_KEYS = _NAME_KEYS | _ARGUMENT_KEYS | {"type", "id", "index", "function", "tool_call_id"}
 _FENCED = re.compile(r"\w*")
 _CLOSERS = re.compile(r"[\s\]}`]*")
 _NUMBER = re.compile(r"[:.][0-9]+$")
@@ -39,13 +39,13 @@ class CallShape(Protocol):
         """True if calls also begin inside reasoning, since their markers are tokens that no text has."""
 
     @property
-    def is_bare(self) -> bool:
-        """True if a JSON object that names a tool is a call without any marker."""
+    def bare(self) -> str:
+        """The characters that begin a call without any marker, if it names a tool."""
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
         """Read the calls after `marker`, which was read, and report them; show text that is no call.
 
-        An empty marker stands for none, before a JSON object; calls must name tools of `schemas` then.
+        An empty marker stands for none, before a character of `bare`; calls must name tools of `schemas` then.
 
         Return a marker of `opens` that was read and begins more calls, or None.
         """
@@ -61,6 +61,11 @@ class JsonLayout:
     between: str = ", "
     object: str = '{"name": "NAME", "arguments": '
 
+    @property
+    def is_keyed(self) -> bool:
+        """True if a call's name is the only key of its object."""
+        return self.object.startswith('{"NAME"')
+
 
 class JsonCalls:
     """Objects with name and arguments, one or several, perhaps in a list, between two markers or behind one.
@@ -68,18 +73,19 @@ class JsonCalls:
     also: other markers that begin calls. is_bare: also without a marker.
     """
 
-    ends_reasoning = False
-
-    def __init__(self, layout: JsonLayout, *also: str, close: str = "", is_bare: bool = False) -> None:
+    def __init__(
+        self, layout: JsonLayout, *also: str, close: str = "", is_bare: bool = False, ends_reasoning: bool = False
+    ) -> None:
         """close: the marker behind calls, if the layout has none."""
         self.layout = layout
-        self.opens = tuple(filter(None, (layout.before.rstrip("[\n"), *also)))
-        self.others = tuple(filter(None, (close or layout.after.lstrip("]\n"),)))
-        self.is_bare = is_bare
+        self.ends_reasoning = ends_reasoning
+        self.opens = tuple(filter(None, (layout.before.rstrip("[ \n"), *also)))
+        self.others = tuple(filter(None, (close or layout.after.lstrip("] \n"),)))
+        self.bare = "{" if is_bare else ""
         self._end = Markers(*self.opens, *self.others)
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
-        told = yield from read_objects(feed, sink, None if marker else schemas)
+        told = yield from read_objects(feed, sink, None if marker else schemas, is_keyed=self.layout.is_keyed)
         if told == "none" and not marker:
             feed.back()
             yield from read_value(feed, sink.say, is_raw=True)
@@ -103,7 +109,7 @@ class JsonCalls:
         return None
 
 
-def read_objects(feed: Feed, sink: Sink, known: Collection[str] | None) -> Reading[Found]:
+def read_objects(feed: Feed, sink: Sink, known: Collection[str] | None, *, is_keyed: bool = False) -> Reading[Found]:
     """Read calls one after the other, with commas, semicolons or a list's brackets around them, perhaps in a fence.
 
     `feed.kept` then has the text after the last whole call. If `sink.in_call`, its broken arguments continue.
@@ -114,7 +120,7 @@ def read_objects(feed: Feed, sink: Sink, known: Collection[str] | None) -> Readi
     while True:
         char = yield from feed.space()
         if char == "{":
-            found = yield from read_call(feed, sink, known)
+            found = yield from (_read_keyed(feed, sink, known) if is_keyed else read_call(feed, sink, known))
             if found == "none":
                 return told
             feed.kept()
@@ -171,7 +177,7 @@ def read_call(feed: Feed, sink: Sink, known: Collection[str] | None, *, is_inner
                 return "cut" if is_told else "none"
             if is_arguments:
                 arguments = "".join(pieces)
-            elif key in _NAME_KEYS and not is_told and not (name := _name_of("".join(pieces), known)):
+            elif key in _NAME_KEYS and not is_told and not (name := _checked(decode("".join(pieces)), known)):
                 return "none"
         char = yield from feed.space()
         if char == ",":
@@ -187,6 +193,24 @@ def read_call(feed: Feed, sink: Sink, known: Collection[str] | None, *, is_inner
     return "whole"
 
 
+def _read_keyed(feed: Feed, sink: Sink, known: Collection[str] | None) -> Reading[Found]:
+    """Read `{"NAME": {...}}` and report it; see `read_call`."""
+    told: Found = "none"
+    separators = "{"
+    while (yield from feed.through(*separators)):
+        yield from feed.space()
+        name = _checked((yield from _read_key(feed)), known)
+        if not name or (yield from feed.space()) != "{":
+            return "none" if told == "none" else "cut"
+        sink.open_call(name)
+        if not (yield from read_value(feed, sink.arguments)):
+            return "cut"
+        sink.close_call()
+        told, separators = "whole", ","
+        yield from feed.space()
+    return "whole" if (yield from feed.through("}")) else "none" if told == "none" else "cut"
+
+
 def _read_key(feed: Feed) -> Reading[str]:
     """Read a key and the colon after it. Return an empty key where there is none."""
     pieces: list[str] = []
@@ -198,8 +222,8 @@ def _read_key(feed: Feed) -> Reading[str]:
     return str(decode("".join(pieces)))
 
 
-def _name_of(text: str, known: Collection[str] | None) -> str:
-    name = decode(text)
+def _checked(name: object, known: Collection[str] | None) -> str:
+    """Return a name that a call may have, empty for any other value."""
     return name if isinstance(name, str) and is_name(name) and (known is None or name in known) else ""
 
 
@@ -228,7 +252,7 @@ class MistralCalls:
     opens = ("[TOOL_CALLS]",)
     others = ("[ARGS]", "[CALL_ID]")
     ends_reasoning = False
-    is_bare = False
+    bare = ""
 
     def __init__(self) -> None:
         self._objects = JsonCalls(JsonLayout("[TOOL_CALLS]"))
@@ -269,7 +293,7 @@ class MarkedCalls:
     """A section of calls, each with a header, a marker, and JSON: DeepSeek's and Kimi's form."""
 
     ends_reasoning = True
-    is_bare = False
+    bare = ""
 
     def __init__(self, *, section: tuple[str, str], call: tuple[str, str], separator: str, has_ids: bool) -> None:
         """section, call: where they begin and end. has_ids: the header is the call's id, `functions.NAME:NUMBER`."""

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 from moeserve.config import ServeConfig
 from moeserve.frontend.dialects.internal import GenerateRequest
-from moeserve.frontend.parsers.families import CALLS, REASONING
-from moeserve.frontend.parsers.harmony import HARMONY_BODY_ENDS, HARMONY_THOUGHT
-from moeserve.frontend.parsers.parser import Start
+from moeserve.frontend.parsers.families import calls_of
+from moeserve.frontend.parsers.messages import Start
 from moeserve.frontend.parsers.reasoning import Reasoning
 from moeserve.frontend.parsers.shape import OutputShape
 from moeserve.frontend.text import TextTokenizer
 from moeserve.settings.generation import parse_effort_budgets
 from moeserve.thoughts import Thought, ThoughtBudget, ThoughtForm, is_blank, make_markers
-
-_HARMONY_END = "<|end|>"
-# Markers behind the opening: before a thought, before a call's recipient, and at the end of a header.
-_HARMONY_HEADER = ("<|message|>", "to=", *HARMONY_BODY_ENDS)
 
 
 class Thoughts:
@@ -34,11 +29,11 @@ class Thoughts:
         self._closing_again: tuple[int, ...] = ()
         # By whether calls end thoughts, too.
         self._forms: dict[bool, ThoughtForm] = {}
-        reasoning = REASONING.get(shape.reasoning)
+        reasoning = shape.thoughts
         if reasoning is None:
             return
         self._forms = _forms(tokenizer, shape, reasoning)
-        end = _HARMONY_END if shape.is_harmony else reasoning.end
+        end = reasoning.end if shape.messages is None else shape.messages.ends[0]
         self._closing_again = tuple(tokenizer.encode(end, add_special_tokens=False))
         message = config.reasoning_budget_message or ""
         self._closing = (*tokenizer.encode(message, add_special_tokens=False), *self._closing_again)
@@ -64,7 +59,7 @@ class Thoughts:
         return ThoughtBudget(form, max_tokens, self._closing, self._closing_again, start == "reasoning")
 
     def _form(self, request: GenerateRequest, start: Start, *, calls_end: bool) -> ThoughtForm | None:
-        if not self._shape.thinks(request) or (start == "text" and not self._shape.is_harmony):
+        if not self._shape.thinks(request) or (start == "text" and self._shape.messages is None):
             return None
         return self._forms[calls_end]
 
@@ -78,17 +73,17 @@ class Thoughts:
 
 def _forms(tokenizer: TextTokenizer, shape: OutputShape, reasoning: Reasoning) -> dict[bool, ThoughtForm]:
     tokens = [(token_id, data) for token_id, data in tokenizer.all_token_bytes() if data]
-    if shape.is_harmony:
-        header = make_markers(_HARMONY_HEADER, tokens)
-        (opening,) = make_markers([HARMONY_THOUGHT], tokens)
-        form = ThoughtForm(opening, make_markers(HARMONY_BODY_ENDS, tokens), header, only_first=False)
+    if shape.messages is not None:
+        (opening,) = make_markers([shape.messages.thought], tokens)
+        ends, header = make_markers(shape.messages.ends, tokens), make_markers(shape.messages.thought_heads, tokens)
+        form = ThoughtForm(opening, ends, header, only_first=False)
         return {False: form, True: form}
-    silent = tokenizer.special_token_ids - tokenizer.special_ids(shape.markers)
+    silent = tokenizer.special_token_ids - tokenizer.special_in(shape.markers)[0]
     blanks = tuple(token_id for token_id, data in tokens if token_id in silent or is_blank(data))
     # If other text comes before the marker, the answer begins without a thought.
     (opening,) = make_markers([reasoning.begin], tokens, only_blanks_before=True)
     ends = make_markers([reasoning.end], tokens)
-    calls = CALLS.get(shape.calls)
+    calls = calls_of(shape.calls, shape.suffix)
     opens = () if calls is None else calls.opens
     if calls is not None and not calls.ends_reasoning:
         opens = tuple(text for text in opens if text in tokenizer.added_ids)

@@ -190,6 +190,21 @@ class Feed:
         return found
 
 
+def within(feed: Feed, ends: Markers, inner: Feed, reading: Reading[object]) -> Reading[str | None]:
+    """Pass the text before the next marker of `ends` to a reading of `inner`, and return the marker, read."""
+    coming = feed.until(ends, inner.add)
+    while True:
+        try:
+            next(coming)
+        except StopIteration as stop:
+            found: str | None = stop.value
+            inner.end()
+            next(reading, None)
+            return found
+        next(reading, None)
+        yield
+
+
 @dataclass(slots=True)
 class Parsed:
     """New parts of an answer, in the order reasoning, text, calls.
@@ -289,6 +304,15 @@ class Sink:
         """Show a marker that means nothing where it stands, unless it is a special token."""
         if marker not in self._hidden:
             self._text.add(marker)
+
+    @property
+    def has_no_text(self) -> bool:
+        """True as long as no text was said but white space."""
+        return self._text.is_empty
+
+    def border(self) -> None:
+        """Drop the white space of the text here, on both sides."""
+        self._text.border()
 
     def begin_reasoning(self) -> None:
         self._reasoning.border()

@@ -7,20 +7,17 @@ unparsed arguments; no text of a model is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Literal
 
 from moeserve.frontend.parsers.calls import CallShape
-from moeserve.frontend.parsers.feed import Feed, Markers, Parsed, Reading, Sink
-from moeserve.frontend.parsers.harmony import read_harmony
+from moeserve.frontend.parsers.content import read_content
+from moeserve.frontend.parsers.feed import Feed, Parsed, Reading, Sink
+from moeserve.frontend.parsers.messages import Messages, Start, read_messages
 from moeserve.frontend.parsers.reasoning import Reasoning, read_reasoning
 from moeserve.frontend.parsers.values import Schemas
 
-# Where the prompt leaves off: before an answer, inside its reasoning, or inside its text.
-Start = Literal["answer", "reasoning", "text"]
-
 
 class OutputParser:
-    """Parses one choice. With harmony, `reasoning` and `calls` only switch their kinds of parts on."""
+    """Parses one choice. With messages, `reasoning` and `calls` only switch their kinds of parts on."""
 
     def __init__(
         self,
@@ -28,28 +25,26 @@ class OutputParser:
         reasoning: Reasoning | None,
         calls: CallShape | None,
         new_id: Callable[[], str],
-        is_harmony: bool = False,
+        messages: Messages | None = None,
         start: Start = "answer",
         schemas: Schemas | None = None,
         hidden: Collection[str] = (),
         tokens: Collection[str] = (),
         parallel: bool = True,
     ) -> None:
-        """new_id: makes ids of calls. schemas: of the request's tools. hidden: markers that are special tokens. tokens:
-        markers that are tokens of any kind. parallel: more than one call."""
+        """new_id: makes ids of calls. messages: the form of answers that are messages. schemas: of the request's tools.
+        hidden: markers with special tokens. tokens: markers that are tokens of any kind. parallel: more than one call.
+        """
         self._feed = Feed()
         self._sink = Sink(hidden, parallel, new_id)
-        if is_harmony:
-            self._reading = read_harmony(
-                self._feed,
-                self._sink,
-                schemas or {},
-                reasons=reasoning is not None,
-                calls=calls is not None,
-                in_body=start == "text",
+        schemas = schemas or {}
+        if messages is not None:
+            reasons, has_calls = reasoning is not None, calls is not None
+            self._reading = read_messages(
+                self._feed, self._sink, messages, schemas, reasons=reasons, calls=has_calls, start=start
             )
         else:
-            self._reading = _read_answer(self._feed, self._sink, reasoning, calls, schemas or {}, tokens, start)
+            self._reading = _read_answer(self._feed, self._sink, reasoning, calls, schemas, tokens, start)
         self._is_over = False
         self._run()
 
@@ -88,35 +83,16 @@ def _read_answer(
     start: Start,
 ) -> Reading[None]:
     """Read reasoning, text and calls until the end of the text."""
+    if reasoning is None:
+        yield from read_content(feed, sink, calls, schemas)
+        return
     found: str | None = None
-    if reasoning is not None and start != "text":
+    if start != "text":
         is_open = start == "reasoning"
         found = yield from read_reasoning(feed, sink, reasoning, calls, schemas, tokens, is_open=is_open)
-    if calls is None:
-        yield from _read_text(feed, sink)
-        return
     # Behind a call inside reasoning, models write the marker that they had forgotten.
-    late = reasoning.end if reasoning is not None and found is not None else ""
-    markers = Markers(*filter(None, (*calls.opens, *calls.others, "{" if calls.is_bare else "", late)))
-    while True:
-        if found is None:
-            found = yield from feed.until(markers, sink.say)
-        if found is None:
-            return
-        if found in calls.opens:
-            found = yield from calls.read(found, feed, sink, schemas)
-            continue
-        if found == "{":
-            feed.unread(found)
-            found = yield from calls.read("", feed, sink, schemas)
-            continue
-        if found != late:
-            sink.say_marker(found)
-        found = None
-
-
-def _read_text(feed: Feed, sink: Sink) -> Reading[None]:
-    while not feed.ended:
-        sink.say(feed.take(len(feed.rest)))
-        yield
-    sink.say(feed.take(len(feed.rest)))
+    late = "" if found is None else reasoning.end
+    is_framed = start == "text"
+    yield from read_content(
+        feed, sink, calls, schemas, found=found, frame=reasoning.frame, is_framed=is_framed, late=late
+    )

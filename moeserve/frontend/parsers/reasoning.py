@@ -18,10 +18,18 @@ from moeserve.frontend.parsers.values import Schemas, decode
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The markers around reasoning."""
+    """The markers around reasoning.
+
+    frame: what some models write before the text behind it, and behind that text.
+    """
 
     begin: str
     end: str
+    frame: tuple[str, ...] = ()
+
+    def suffixed(self, suffix: str) -> Reasoning:
+        """Return these markers with a suffix in their tags."""
+        return Reasoning(self.begin.replace(">", f"{suffix}>"), self.end.replace(">", f"{suffix}>"), self.frame)
 
 
 def read_reasoning(

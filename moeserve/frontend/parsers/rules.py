@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from moeserve.frontend.dialects.formats import enforceable, json_expression
+from moeserve.frontend.dialects.formats import closed, enforceable, json_expression
+from moeserve.frontend.dialects.internal import Tool
 
 ANY_TEXT = "/(?s:.*)/"
 # More calls at once than this are the babble of a model that does not find its end.
@@ -35,6 +36,15 @@ class Rules:
         """Add a rule for one of several bodies and return its name."""
         return self.add(" | ".join([self.add(body) for body in bodies]))
 
+    def knot(self, body: Callable[[str], str]) -> str:
+        """Add a rule whose body names it, and return its name. body: by the name."""
+        name = f"k{len(self._names)}"
+        self._names[name] = name  # keeps its number meanwhile
+        rule = body(name)
+        del self._names[name]
+        self._names[f": {rule}"] = name
+        return name
+
     def is_token(self, marker: str) -> bool:
         return marker in self._ids
 
@@ -46,15 +56,15 @@ class Rules:
         """Return the expression for a fixed text with a line break before it or without."""
         # One lexeme: of two, the break alone would be taken for text where text may stand.
         is_plain = text and len(self._pieces(text)) == 1
-        return f"/\\n?{_escaped(text)}/" if is_plain else f'"\\n"? {self.text(text)}'
+        return f"/\\n?{escaped(text)}/" if is_plain else f'"\\n"? {self.text(text)}'
 
     def until(self, end: str, without: Iterable[str] = ()) -> str:
         """Return the expression for any text that holds none of some texts, and `end` behind it."""
-        return self._until(end, [f"~/(?s:.*{_escaped(other)}.*)/" for other in without])
+        return self._until(end, [f"~/(?s:.*{escaped(other)}.*)/" for other in without])
 
     def value(self, end: str, tags: Iterable[str]) -> str:
         """Return the expression for any text and `end` behind it. An `end` that none of `tags` follows is text."""
-        further = self._until(end, [f"~/\\s*({'|'.join(map(_escaped, tags))})(?s:.*)/"])
+        further = self._until(end, [f"~/\\s*({'|'.join(map(escaped, tags))})(?s:.*)/"])
         return f"{self.until(end)} ({further})*"
 
     def _until(self, end: str, but: Sequence[str]) -> str:
@@ -63,7 +73,7 @@ class Rules:
         if len(pieces) == 1:
             return self.add(" & ".join([ANY_TEXT, *but]), f"[suffix={literal(end)}]")
         # A lexeme of any text takes what is text before the first token.
-        lexeme = self.add(" & ".join([f"/(?s:.*){_escaped(pieces[0])}/", *but]), kind="T")
+        lexeme = self.add(" & ".join([f"/(?s:.*){escaped(pieces[0])}/", *but]), kind="T")
         return f"{lexeme} {self._joined(['', *pieces[1:]])}"
 
     def several(self, one: str, between: str, parallel: bool) -> str:
@@ -102,7 +112,7 @@ def _or(one: str, other: str) -> str:
     return f"{one} | {other}" if other else f"({one})?"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Return a pattern for a text inside slashes."""
     return re.escape(text).replace("/", "\\/")
 
@@ -119,3 +129,14 @@ def json_value(schema: Mapping[str, Any], *, strict: bool) -> str:
 def spaced(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """Return a schema with the spacing of calls. Unless it is strict, words that llguidance lacks are passed over."""
     return {**enforceable(schema, "tools"), "x-guidance": {**_SPACING, "lenient": not strict}}
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, an object. Objects that list their properties have no others."""
+    schema = closed(enforceable(tool.parameters or {}, "tools"))
+    return schema if schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"} else {"type": "object", **schema}
+
+
+def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what references of a schema may name."""
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}

@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from html import unescape
 from typing import Any
 
-from moeserve.frontend.parsers.calls import JsonCalls, JsonLayout, is_name
+from moeserve.frontend.parsers.calls import JsonCalls, JsonLayout, is_name, read_objects
 from moeserve.frontend.parsers.feed import Feed, Markers, Reading, Say, Sink, drop
 from moeserve.frontend.parsers.values import Properties, Schemas
 
 _TAGS = re.compile(r"<[^<>\s]*>|>")
+_TAG_ENDS = re.compile(r"(?<=\w)>")
 _HEAD = re.compile(r"[^<>\n]*")
 _QUOTED = re.compile(r"""\s*(["'])(.*?)\1""")
+# An attribute that says whether a value is text: DeepSeek's and Kimi's.
+_KIND = re.compile(r'\b(?:string|type)="(\w+)"')
+_TEXT_KINDS = frozenset({"true", "string"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class Layout:
 
     region: around calls, or two empty texts. call: before the name, behind it, and behind the arguments. argument:
     before the key, behind it, and behind the value. between: two calls. is_loose: some models leave out line breaks.
+    kind: around the value's type, which may stand before the value.
     """
 
     region: tuple[str, str]
@@ -37,39 +43,60 @@ class Layout:
     argument: tuple[str, str, str]
     between: str = ""
     is_loose: bool = False
+    kind: tuple[str, str] = ("", "")
+
+    def suffixed(self, suffix: str) -> Layout:
+        """Return this layout with a suffix in every tag."""
+
+        def put(text: str) -> str:
+            return _TAG_ENDS.sub(suffix + ">", text)
+
+        (begin, end), (name, behind, close) = map(put, self.region), map(put, self.call)
+        key, value, value_end = map(put, self.argument)
+        return replace(self, region=(begin, end), call=(name, behind, close), argument=(key, value, value_end))
 
 
 class TaggedCalls:
-    """Calls with arguments in tags, by their layout."""
+    """Calls with arguments in tags, by their layout.
 
-    ends_reasoning = False
-    is_bare = False
+    regions: other spellings of the tags around calls. skipped: what means nothing between the calls of a region.
+    """
 
-    def __init__(self, layout: Layout) -> None:
+    bare = ""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *regions: tuple[str, str],
+        skipped: tuple[str, ...] = (),
+        ends_reasoning: bool = False,
+    ) -> None:
         self.layout = layout
-        self._region_open, self._region_end = (text.strip() for text in layout.region)
+        self.ends_reasoning = ends_reasoning
+        begins, ends = zip(*((begin.strip(), end.strip()) for begin, end in (layout.region, *regions)), strict=True)
+        self._region_opens, self._region_ends = tuple(filter(None, begins)), tuple(filter(None, ends))
+        self._skipped = skipped
         self._call_open, self._name_ends, self._call_end = _tags_of(layout.call)
         self._key_open, self._key_ends, self._value_end = _tags_of(layout.argument)
         # Such a line break belongs to the layout, not to the value.
         self._trims = layout.argument[1].endswith("\n")
         self._begins_line = self._key_open[-1] != ">" and layout.argument[2].endswith("\n")
-        self.opens = tuple(filter(None, (self._region_open, self._call_open)))
-        ends = tuple(filter(None, (self._region_end, self._call_end)))
-        tags = (self._key_open, *self._key_ends, self._value_end)
-        self.others = (*ends, *(tag for tag in tags if tag != ">"))
-        self._inside = (self._key_open, *ends, *self.opens)
+        self.opens = (*self._region_opens, self._call_open)
+        tags = (*self._region_ends, self._call_end, self._key_open, *self._name_ends, *self._key_ends, self._value_end)
+        self.others = tuple(tag for tag in tags if tag != ">")
+        self._inside = (self._key_open, *self._region_ends, self._call_end, *self.opens)
         self._any_inside = Markers(*self._inside)
         self._in_value = Markers(self._value_end, self._key_open, self._call_end)
-        self._json = JsonCalls(JsonLayout(layout.region[0]), close=self._region_end) if self._region_open else None
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
         found, before = marker, ""
-        if marker == self._region_open and self._json is not None:
+        if marker != self._call_open:
             feed.keep()
-            char = yield from feed.space()
+            char = yield from self._space(feed)
             if char and char in "{[":
                 feed.back()
-                return (yield from self._json.read(marker, feed, sink, schemas))
+                end = self._region_ends[self._region_opens.index(marker)]
+                return (yield from JsonCalls(JsonLayout(marker), close=end).read(marker, feed, sink, schemas))
             before = feed.kept()
             found = yield from feed.through(self._call_open)
             if not found:
@@ -77,7 +104,7 @@ class TaggedCalls:
                 sink.say(before)
                 return None
         # Without a region around it, only the name of a tool makes a call.
-        must_be_known = marker == self._call_open and bool(self._region_open)
+        must_be_known = marker == self._call_open and bool(self._region_opens)
         while found == self._call_open:
             feed.keep()
             end = yield from self._call(feed, sink, schemas, must_be_known=must_be_known)
@@ -95,32 +122,43 @@ class TaggedCalls:
             marker, before, found = "", "", end
             if end == self._call_end:
                 # Some models leave out a region's begin and write its end.
-                space: list[str] = []
-                yield from feed.space(space.append)
-                found = yield from feed.through(*filter(None, (self._call_open, self._region_end)))
+                feed.keep()
+                yield from self._space(feed)
+                space = feed.kept()
+                found = yield from feed.through(self._call_open, *self._region_ends)
                 if not found:
-                    sink.say("".join(space))
+                    sink.say(space)
         return found if found in self.opens else None
+
+    def _space(self, feed: Feed) -> Reading[str]:
+        """Read white space and what means nothing; return the next character, not read."""
+        while True:
+            char = yield from feed.space()
+            if not self._skipped or not (yield from feed.through(*self._skipped)):
+                return char
 
     def _call(self, feed: Feed, sink: Sink, schemas: Schemas, *, must_be_known: bool) -> Reading[str]:
         """Read one call behind its opening tag, up to its end or to the tag of another part, and return that tag.
 
         The result is empty for no call, and for one that was cut, which `sink.in_call` then.
         """
-        head = yield from _read_head(feed, self._name_ends)
-        name = "" if head is None else _split(head)[0]
+        if self._call_open[-1] == ">" and (yield from feed.space()) == "{":
+            return (yield from self._objects(feed, sink))
+        name, _ = yield from self._head(feed, self._name_ends)
+        if name not in schemas and (plain := name.rpartition(".")[2]) in schemas:
+            name = plain
         if not is_name(name) or (must_be_known and name not in schemas):
             return ""
         call = _Call(sink, name, schemas)
         yield from feed.space()
         found = yield from feed.through(*self._inside)
         while found == self._key_open:
-            head = yield from _read_head(feed, self._key_ends)
-            if head is None:
+            key, attributes = yield from self._head(feed, self._key_ends)
+            if not key:
                 # A broken tag; the arguments behind it count.
                 found = (yield from feed.until(self._any_inside, drop)) or ""
                 continue
-            found = yield from self._argument(feed, call, *_split(head))
+            found = yield from self._argument(feed, call, key, attributes)
             if found == self._value_end:
                 yield from feed.space()
                 found = yield from feed.through(*self._inside)
@@ -128,10 +166,20 @@ class TaggedCalls:
             call.close()
         return found
 
+    def _objects(self, feed: Feed, sink: Sink) -> Reading[str]:
+        """Read a call as JSON, which some models write between the tags; see `_call`."""
+        told = yield from read_objects(feed, sink, None)
+        feed.kept()
+        if told != "whole":
+            return ""
+        yield from feed.through(self._call_end)
+        return self._call_end
+
     def _argument(self, feed: Feed, call: _Call, key: str, attributes: str) -> Reading[str]:
         """Read the value of an argument and add it to the call. Return the tag that ended it, empty for none."""
         value: list[str] = []
-        is_text, is_again = call.is_text(key), key in call.keys
+        is_again, kind = key in call.keys, _KIND.search(attributes)
+        is_text = call.is_text(key, None if kind is None else kind[1] in _TEXT_KINDS)
         if is_text and not is_again:
             call.begin_text(key)
         lines = _Lines(drop if is_again else call.add_text if is_text else value.append, self._trims)
@@ -155,7 +203,7 @@ class TaggedCalls:
                 is_end = yield from feed.ahead(self._calls_follow(feed))
             else:
                 is_end = lines.at_start or not self._begins_line
-                is_end = is_end and (yield from feed.ahead(self._argument_follows(feed, call)))
+                is_end = is_end and call.lacks((yield from feed.ahead(self._head(feed, self._key_ends)))[0])
             if is_end:
                 lines.end(is_closed=found == self._value_end)
                 return found
@@ -168,14 +216,24 @@ class TaggedCalls:
     def _calls_follow(self, feed: Feed) -> Reading[bool]:
         """Return whether nothing but calls follows a call."""
         char = yield from feed.space()
-        if char and self._region_end and (yield from feed.through(self._region_end)):
+        if char and self._region_ends and (yield from feed.through(*self._region_ends)):
             char = yield from feed.space()
         return not char or (yield from feed.through(*self.opens)) != ""
 
-    def _argument_follows(self, feed: Feed, call: _Call) -> Reading[bool]:
-        """Return whether the tag that was read begins an argument that the tool has and the call lacks."""
-        head = yield from _read_head(feed, self._key_ends)
-        return head is not None and call.lacks(_split(head)[0])
+    def _head(self, feed: Feed, ends: tuple[str, ...]) -> Reading[tuple[str, str]]:
+        """Read a name, its attributes and the tags `ends` behind it; the name is empty where other text follows."""
+        head = yield from feed.run(_HEAD)
+        quoted = _QUOTED.match(head)
+        name, attributes = (unescape(quoted[2]), head[quoted.end() :]) if quoted else (head.strip(), "")
+        for end in ends:
+            yield from feed.space()
+            if self.layout.kind[0] and (yield from feed.through(self.layout.kind[0])):
+                attributes = f'type="{(yield from feed.run(_HEAD))}"'
+                yield from feed.through(self.layout.kind[1])
+                yield from feed.space()
+            if not (yield from feed.through(end)):
+                return "", ""
+        return name, attributes
 
 
 class _Call:
@@ -193,8 +251,10 @@ class _Call:
         """Return whether the tool has an argument that the call has not."""
         return key in self._properties and key not in self.keys
 
-    def is_text(self, key: str) -> bool:
-        return self._properties.types(key) == {"string"}
+    def is_text(self, key: str, is_said: bool | None) -> bool:
+        """is_said: whether the value's tag says so; it counts where the schema leaves that open."""
+        types = self._properties.types(key)
+        return types == {"string"} or (is_said is True and (not types or "string" in types))
 
     def add(self, key: str, value: str) -> None:
         self._begin(key)
@@ -259,22 +319,6 @@ class _Lines:
 def _tags_of(parts: tuple[str, str, str]) -> tuple[str, tuple[str, ...], str]:
     """Return the opening tag without a quote, the tags that end what follows it, and the closing tag."""
     return parts[0].strip().rstrip('"'), tuple(_TAGS.findall(parts[1])), parts[2].strip()
-
-
-def _read_head(feed: Feed, ends: tuple[str, ...]) -> Reading[str | None]:
-    """Read a name with its attributes and the tags behind it; None where other text follows."""
-    head = yield from feed.run(_HEAD)
-    for end in ends:
-        yield from feed.space()
-        if not (yield from feed.through(end)):
-            return None
-    return head
-
-
-def _split(head: str) -> tuple[str, str]:
-    """Return a name, which may be quoted, and the attributes behind a quoted one."""
-    quoted = _QUOTED.match(head)
-    return (quoted[2], head[quoted.end() :]) if quoted else (head.strip(), "")
 
 
 def _json(value: Any) -> str:

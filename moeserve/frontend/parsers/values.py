@@ -39,6 +39,12 @@ class Properties:
         found = (_dict(part.get("properties")).get(name) for part in self._parts)
         return next((schema for schema in found if isinstance(schema, dict)), None)
 
+    def listed(self) -> list[tuple[str, Any, bool]]:
+        """Return the properties: name, schema, and whether it is required."""
+        names = dict.fromkeys(name for part in self._parts for name in _dict(part.get("properties")))
+        lists = [part["required"] for part in self._parts if isinstance(part.get("required"), list)]
+        return [(name, self.schema(name), any(name in required for required in lists)) for name in names]
+
     def types(self, name: str) -> set[str]:
         """Return the JSON types of a property; none where the schema does not say."""
         return types_of(self.schema(name), self._root)
@@ -55,6 +61,11 @@ class Properties:
         if any(_fits(read, kind) for kind in types - {"string"}):
             return read
         return value if "string" in types or isinstance(read, str) else read
+
+
+def items_of(schema: Any, root: Any) -> Any:
+    """Return the schema of the items of a list, None where none says more than any."""
+    return next((part["items"] for part in _parts(schema, root) if isinstance(part.get("items"), dict)), None)
 
 
 def types_of(schema: Any, root: Any) -> set[str]:

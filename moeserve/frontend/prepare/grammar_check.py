@@ -28,8 +28,7 @@ from moeserve.frontend.dialects.formats import (
 )
 from moeserve.frontend.dialects.internal import Tool
 from moeserve.frontend.errors import ApiError, invalid
-from moeserve.frontend.parsers.call_grammars import arguments_schema
-from moeserve.frontend.parsers.rules import spaced
+from moeserve.frontend.parsers.rules import arguments_schema, spaced
 from moeserve.frontend.prepare.messages import Relaxed, Stage, Watch
 from moeserve.grammars.compiler import GrammarError, error_in
 from moeserve.grammars.large_numbers import LargeNumberError

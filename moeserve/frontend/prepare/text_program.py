@@ -73,7 +73,9 @@ class Nursery:
         self._folder = folder
         self._tokenizer = TextTokenizer.from_file(folder / "tokenizer.json")
         self._template: ChatTemplate | None = load_chat_template(folder)
-        self._shape = choose_shape(read_sources(folder), model_type_of(folder), calls, reasoning)
+        self._shape = choose_shape(
+            read_sources(folder), model_type_of(folder), calls, reasoning, self._tokenizer.added_ids
+        )
         self._grammar_tokens: LLTokenizer | None = None
 
     def run(self, control: socket.socket) -> None:

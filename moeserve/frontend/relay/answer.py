@@ -120,7 +120,7 @@ class Answer:
             min_tokens=request.sampling.min_tokens,
             wants_logprobs=request.sampling.logprobs is not None,
             offset=shown_prompt.num_chars if shown_prompt is not None else 0,
-            shown=tokenizer.special_ids(markers) if request.skip_special_tokens else tokenizer.special_token_ids,
+            shown=tokenizer.special_in(markers)[0] if request.skip_special_tokens else tokenizer.special_token_ids,
             parser=parser,
             thought=thought,
         )
