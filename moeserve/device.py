@@ -40,7 +40,7 @@ _SLOT_SHARE = 0.5
 _SNAPSHOT_SHARE = 0.25
 # Layers with a sliding window have one block of their own for several KV blocks. The ratio lets requests of this length
 # that keep two windows each, of the prompt and of the answer, use up both kinds at the same time: longer requests use
-# up the KV blocks first, shorter requests the window blocks. `benchmarks.windows` compares other ratios.
+# up the KV blocks first, shorter requests the window blocks.
 _BALANCED_TOKENS = 4096
 _BLOCKS_PER_WINDOW_BLOCK = (2, 4)
 # The memory left free beside weights and KV.

@@ -468,7 +468,7 @@ def stretched_rope(shape: DenseShape) -> dict[str, Any]:
     """Return rope parameters whose angles are the model's own up to its context, and follow a larger base beyond it.
 
     The larger base follows NTK-aware scaling: the fastest channel keeps its angle, the slowest turns
-    `CONTEXT_FACTOR` times more slowly. `benchmarks.long_contexts` measures it.
+    `CONTEXT_FACTOR` times more slowly.
     """
     last = shape.head_dim - 2
     return {

@@ -26,7 +26,7 @@ MIN_GAIN_TOKENS = 32
 DECODE_INTERVAL_TOKENS = 64
 
 # Tokens between snapshots within a prompt, for prompts that diverge from it where none was kept. On the Mooncake trace
-# 8192 and 32768 tokens save less computing (`benchmarks.snapshots`).
+# 8192 and 32768 tokens save less computing.
 PROMPT_INTERVAL_TOKENS = 16384
 
 # (start, known, marks, last, smallest gain) -> positions; see `wanted_positions`.

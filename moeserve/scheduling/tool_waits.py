@@ -10,8 +10,8 @@ from moeserve.scheduling.parts import Part
 from radix_cache import PrefixCache
 
 # Seconds for which a turn that called tools is retained. In a public trace 95 % of an agent's turns follow within 10 s;
-# beside prompts that nothing continues 60 s kept more of the others than 10 s (`python -m benchmarks.tool_waits`). A
-# turn that is continued later goes by its last use like any other prefix.
+# beside prompts that nothing continues 60 s kept more of the others than 10 s (docs/prompt-cache.md). A turn
+# that is continued later goes by its last use like any other prefix.
 RETAINED_S = 60.0
 # The number of latest ended requests whose calls may still be told of: a frontend tells within milliseconds.
 _MOST_ENDED = 64

@@ -22,6 +22,18 @@ def test_paths_and_links_in_documents_exist(document):
     assert missing == []
 
 
+def test_measurements_that_documents_and_code_name_can_be_run():
+    sources = [*DOCUMENTS, ROOT / "Makefile"]
+    sources += [
+        path for package in ("launcher", "moeserve", "experts", "kernels") for path in (ROOT / package).rglob("*.py")
+    ]
+    named = {(path.name, name) for path in sources for name in re.findall(r"\bbenchmarks\.(\w+)", path.read_text())}
+    named = {(path, name) for path, name in named if name not in ("md", "NAME")}
+    folder = ROOT / "benchmarks"
+    assert named
+    assert [one for one in named if not ((folder / one[1]).is_dir() or (folder / f"{one[1]}.py").exists())] == []
+
+
 def test_tests_that_the_makefile_names_exist():
     named = re.findall(r"'(tests/\w[\w/]*\.py)::(\w+)", (ROOT / "Makefile").read_text())
     assert named

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.kv_overflow_simulation import Study, simulate
 from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, fate_of
 from tests.support.examples import examples
 from tests.support.kv_life import Disk, Life, ask
+from tests.support.overflow_simulation import Study, seconds_of
 
 COSTS = OverflowCosts(compute_s=1.0, read_s=0.01, write_s=0.02, num_running=0, num_blocks=1010)
 
@@ -75,6 +75,6 @@ def test_swapped_or_computed_again_tokens_are_the_same(seed: int, policy: Overfl
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_auto_takes_no_longer_than_the_better_fixed_policy(share: float, token_ms: float) -> None:
     # On a scripted clock: every run is the same.
-    study = Study(share, token_ms / 1000, requests=16, seats=16, prompt=120, output=96)
-    found = {policy: simulate(study, policy).seconds for policy in Overflow}
+    study = Study(share, token_ms / 1000)
+    found = {policy: seconds_of(study, policy) for policy in Overflow}
     assert found[Overflow.AUTO] <= 1.03 * min(found.values())

@@ -6,12 +6,11 @@ from random import Random
 
 import pytest
 
-from benchmarks.snapshots import agents_load
-from benchmarks.windows import Layers, caches, reused
 from moeserve.bench.workloads import Shape
 from moeserve.plan import SamplingParams
 from moeserve.scheduling.request_states import StatePolicy
 from radix_cache.window_blocks import least_window_blocks
+from tests.support.agents_load import Layers, agents_load, caches, reused
 from tests.support.parameters import first
 from tests.support.scheduler_simulation import Simulation
 from tests.unit.test_scheduler_oracle import converse, make_conversations
@@ -91,7 +90,7 @@ def test_requests_that_arrive_together_compute_their_common_beginning_once() -> 
 
 def test_agents_find_more_of_their_prompts_in_the_same_memory() -> None:
     load = agents_load(Shape(num_agents=24, num_turns=6))
-    layers = Layers("every second layer sees 128 tokens", 1, 1, 128)
-    together, apart = caches(layers, 12_000, load.block_size)
+    every_second = Layers(num_full=1, num_windowed=1, window=128)
+    together, apart = caches(every_second, 12_000, load.block_size)
     assert apart.num_blocks > 1.4 * together.num_blocks
     assert reused(apart, load) > 0.9 > reused(together, load)

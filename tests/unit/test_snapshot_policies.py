@@ -1,48 +1,46 @@
-"""`python -m benchmarks.snapshots`: reused tokens, by where snapshots are kept."""
+"""Where snapshots of recurrent states are kept decides how much of their prompts agents find cached."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Iterable
 
-import pytest
-
-from benchmarks.snapshots import agents_load, every, main, only_the_last, policies, with_snapshots
 from moeserve.bench.workloads import Shape
+from moeserve.scheduling.request_states import (
+    DECODE_INTERVAL_TOKENS,
+    MIN_GAIN_TOKENS,
+    PROMPT_INTERVAL_TOKENS,
+    ChoosePositions,
+    StatePolicy,
+    wanted_positions,
+)
+from tests.support.agents_load import NUM_SLOTS, agents_load, with_snapshots
 
 # 4 GiB of KV and a quarter of that for the states of Qwen3.5-35B-A3B.
 MEMORY, NUM_SNAPSHOTS = 209_715, 16
 
 
-def test_agents_reuse_nearly_all_with_states_in_a_quarter_of_the_memory_for_kv() -> None:
+def at_the_last(start: int, known: int, marks: Iterable[int], last: int, min_gain: int) -> list[int]:
+    return [last] if last - start >= min_gain else []
+
+
+def at_every_block(start: int, known: int, marks: Iterable[int], last: int, min_gain: int) -> list[int]:
+    return sorted({position for position in (*range(0, last, 16), last) if position > start})
+
+
+def num_cached(policy: StatePolicy | None) -> int:
     load = agents_load(Shape())
-    cached = {}
-    for name, policy in policies(load).items():
-        service = with_snapshots(MEMORY if policy else MEMORY * 5 // 4, NUM_SNAPSHOTS, load, policy)
-        service.serve(load)
-        assert service.num_prompt > 24_000
-        cached[name] = service.num_cached
-    assert cached["the service's"] >= 0.95 * cached["no states needed"]
-    assert cached["the service's"] >= cached["every block"] > cached["only the last"]
+    service = with_snapshots(MEMORY if policy else MEMORY * 5 // 4, NUM_SNAPSHOTS, load, policy)
+    service.serve(load)
+    assert service.num_prompt > 24_000
+    return service.num_cached
 
 
-def test_other_policies_keep_what_their_names_say() -> None:
-    assert only_the_last(16, 64, (), 96, 32) == [96]
-    assert every(32)(32, 64, (), 112, 32) == [64, 96, 112]
+def keep(choose: ChoosePositions, *, foresees: bool = False, prompt_interval: int = 2**30) -> StatePolicy:
+    return StatePolicy(NUM_SLOTS, MIN_GAIN_TOKENS, DECODE_INTERVAL_TOKENS, prompt_interval, choose, foresees)
 
 
-def test_a_trace_is_served_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    requests = [
-        {"input_length": 5000, "hash_ids": list(range(10))},
-        {"input_length": 5000, "hash_ids": [*range(5), *range(20, 25)]},
-        {"input_length": 5000, "hash_ids": [*range(5), *range(30, 35)]},
-    ]
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps(one) + "\n" for one in requests))
-    main(["--trace", str(trace), "--memory", "64000", "--state", "1000"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "64000 tokens of KV, 16 snapshots of 1000 tokens"
-    # Nine blocks, five of them shared: the third prompt finds the state that the second one left where they branch.
-    assert [line for line in lines if line.startswith("| end and branching |")] == [
-        "| end and branching | 16.7 % | 50.0 % | 4 | 1 | 0 |"
-    ]
+def test_agents_reuse_nearly_all_with_states_in_a_quarter_of_the_memory_for_kv() -> None:
+    ours = num_cached(keep(wanted_positions, foresees=True, prompt_interval=PROMPT_INTERVAL_TOKENS))
+    every_block = num_cached(keep(at_every_block))
+    assert ours >= 0.95 * num_cached(None)
+    assert ours >= every_block > num_cached(keep(at_the_last))
