@@ -19,6 +19,7 @@ from moeserve.config import ConfigError
 from moeserve.forever import Forever
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.jobs.batches import Batches
+from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.keys import AuthGate, load_keys, warn_of_readers
 from moeserve.frontend.middleware import RequestBoundary
@@ -71,13 +72,14 @@ def create_app(services: Services) -> Starlette:
     store = Store(services.run.store_file, bounds)
     owner = Owner(services.run.store_file)
     jobs = Jobs(services, store, owner, keys.holder)
-    endpoints = Endpoints(services, store, jobs, owner.name)
+    answers = KeyedAnswers(store, owner, services.held)
+    endpoints = Endpoints(services, store, jobs, answers, owner.name)
     batches = Batches(services, store, owner, keys.holder)
     table = RouteTable(ROUTES)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with _running(services, store, owner, jobs, batches), _publishing(services, public):
+        async with _running(services, store, owner, jobs, answers, batches), _publishing(services, public):
             yield
 
     app = Starlette(
@@ -102,7 +104,9 @@ def create_app(services: Services) -> Starlette:
 
 
 @asynccontextmanager
-async def _running(services: Services, store: Store, owner: Owner, jobs: Jobs, batches: Batches) -> AsyncIterator[None]:
+async def _running(
+    services: Services, store: Store, owner: Owner, jobs: Jobs, answers: KeyedAnswers, batches: Batches
+) -> AsyncIterator[None]:
     """Start everything behind the routes; stop it in the opposite order."""
     await store.start()
     await services.start()
@@ -114,6 +118,7 @@ async def _running(services: Services, store: Store, owner: Owner, jobs: Jobs, b
     finally:
         await batches.stop()
         await jobs.stop()
+        await answers.stop()
         await services.stop()
         await store.stop()
         owner.release()

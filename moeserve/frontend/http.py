@@ -23,6 +23,16 @@ _SLICE_BYTES = 64 * 1024
 
 _T = TypeVar("_T")
 
+Headers = list[tuple[bytes, bytes]]
+# Of an answer: its headers, the next piece of its body, in a stream whole events, and whether it is the last piece.
+Piece = tuple[Headers, bytes, bool]
+
+STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
 # By the name of a content coding (RFC 9110, 8.4.1): the windowBits by which zlib expects its header.
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 
@@ -235,14 +245,9 @@ class EventStream:
         self._will = will
         self._last_words = last_words
 
-    async def start(self) -> None:
+    async def start(self, headers: Headers = STREAM_HEADERS) -> None:
         """Send status 200 and the headers."""
         self._will.end_stream(self._last_words)
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-        ]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, events: bytes, *, last: bool = False) -> None:

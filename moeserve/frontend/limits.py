@@ -78,11 +78,13 @@ MAX_PIECE_BYTES = 64 * 2**20
 
 # Bytes of a conversation that is kept: requests and answers as JSON.
 MAX_STORED_CONVERSATION_BYTES = 8 * 1024 * 1024
-# Open jobs (answers that outlive a connection) of one key.
+# Open jobs of one API key, and in each HTTP process its open requests with an `Idempotency-Key`.
 MAX_OPEN_JOBS_PER_KEY = 1024
 # A job fails once this many processes took it over, one after another, without any output.
 MAX_JOB_TRIES = 5
 MAX_IDEMPOTENCY_KEY_CHARS = 255
+# Bytes of an answer that is kept for its `Idempotency-Key`. A longer one goes to its present clients and is not kept.
+MAX_KEPT_ANSWER_BYTES = 8 * 2**20
 # Files and batches of requests.
 MAX_FILE_BYTES = 32 * 2**20
 MAX_FILES_PER_KEY = 1024

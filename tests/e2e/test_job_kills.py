@@ -41,12 +41,12 @@ def client_of(running: Service) -> OpenAI:
 
 
 def patiently(ask: Any) -> Any:
-    """Return the result of a request that processes which end may refuse."""
+    """Return the result of a request that processes which end, or do not have it, may refuse."""
     until = time.monotonic() + 60
     while True:
         try:
             return ask()
-        except (openai.APIConnectionError, openai.InternalServerError, httpx2.HTTPError):
+        except (openai.APIConnectionError, openai.ConflictError, openai.InternalServerError, httpx2.HTTPError):
             assert time.monotonic() < until
             time.sleep(0.05)  # another process's state can only be polled
 

@@ -46,7 +46,8 @@ class Underway:
 class Repeated:
     """One stream with an `Idempotency-Key`, asked for at the next address, from its beginning, wherever it broke.
 
-    pieces: the text of the last answer. broken: the text when the stream broke. ids: of all answers.
+    pieces: the text of the last answer. broken: the text when the stream broke. ids: of all answers, of which the last
+    alone is whole.
     """
 
     def __init__(self, addresses: Sequence[str], number: int, on_piece: Callable[[int], None]) -> None:
@@ -64,6 +65,9 @@ class Repeated:
             try:
                 if self._read(self._addresses[at]):
                     return
+            except httpx2.HTTPStatusError as error:
+                if error.response.status_code == 409:
+                    time.sleep(0.05)  # another service's state can only be polled
             except httpx2.HTTPError:
                 pass
             assert time.monotonic() < until

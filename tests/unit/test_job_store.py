@@ -12,11 +12,13 @@ from typing import Any, cast
 import pytest
 
 from moeserve.frontend import limits
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.jobs.runner import pack_entries
-from moeserve.frontend.store import jobs
+from moeserve.frontend.store import idempotency, jobs
 from moeserve.frontend.store.file import Owner
-from moeserve.frontend.store.jobs import Name, NameTaken, StoredJob, TooManyJobs
+from moeserve.frontend.store.idempotency import Name
+from moeserve.frontend.store.jobs import StoredJob
 from moeserve.frontend.store.store import Bounds, NoRoom, Shelf, Store, drop_old
 from tests.support.stores import LARGE, shelves
 
@@ -30,8 +32,8 @@ def shelf(tmp_path: Path) -> Iterator[MakeShelf]:
         yield make
 
 
-def create(shelf: Shelf, job_id: str, owner: str = "me", name: Name | None = None) -> None:
-    jobs.create(shelf, job_id, b"record", owner, None, name)
+def create(shelf: Shelf, job_id: str, owner: str = "me", name: Name | None = None) -> str:
+    return jobs.create(shelf, job_id, b"record", owner, None, name)
 
 
 def test_a_job_ends_once_and_its_journal_with_it(shelf: MakeShelf) -> None:
@@ -57,31 +59,31 @@ def test_open_jobs_of_the_dead_are_adopted_once_and_tries_count_until_there_is_p
     assert [job.tries for job in jobs.adopt(shelf(), {"me"}, (), "next")] == [1]
 
 
-def test_a_key_names_one_request_of_one_caller_until_that_fails_or_is_old(shelf: MakeShelf) -> None:
-    create(shelf(), "a", name=NAME)
-    with pytest.raises(NameTaken) as same:
-        create(shelf(), "b", name=NAME)
-    assert same.value.job_id == "a"
-    with pytest.raises(NameTaken) as another:
-        jobs.named(shelf(), Name(NAME.key, b"else"))
-    assert another.value.job_id is None
-    assert jobs.named(shelf(b"other caller"), NAME) is None
+def test_a_key_names_one_job_of_one_caller_until_that_fails_or_is_old(shelf: MakeShelf) -> None:
+    def named(caller: bytes = b"", name: Name = NAME) -> str | None:
+        found = idempotency.find(shelf(caller), name)
+        return None if found is None else found.kept_id
+
+    assert [create(shelf(), job_id, name=NAME) for job_id in ("a", "b")] == ["a", "a"]
+    with pytest.raises(ApiError, match="another request"):
+        create(shelf(), "c", name=Name(NAME.key, b"else"))
+    assert named(b"other caller") is None
     jobs.end(shelf(), "a", "failed", failure=b"x")
-    assert jobs.named(shelf(), NAME) is None
+    assert named() is None
     create(shelf(), "c", name=NAME)
     jobs.end(shelf(now=100.0), "c", "done")
     drop_old(shelf(now=99.0 + limits.IDEMPOTENCY_KEY_S))
-    assert jobs.named(shelf(), NAME) == "c"
+    assert named() == "c"
     drop_old(shelf(now=101.0 + limits.IDEMPOTENCY_KEY_S))
-    assert jobs.named(shelf(), NAME) is None
-    assert jobs.find(shelf(), "c") is None
+    assert named() is None
+    assert jobs.find(shelf(), "c") is not None
 
 
 def test_a_caller_has_so_many_open_jobs(shelf: MakeShelf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_OPEN_JOBS_PER_KEY", 2)
     for job_id in ("a", "b"):
         create(shelf(), job_id)
-    with pytest.raises(TooManyJobs):
+    with pytest.raises(ApiError, match="2 requests already"):
         create(shelf(), "c")
     create(shelf(b"other"), "d")
     jobs.end(shelf(), "a", "done")

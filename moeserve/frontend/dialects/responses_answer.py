@@ -280,6 +280,10 @@ class ResponsesFormatter(Formatter):
         self.delta(replace(choice, tokens=[]), usage)
         return self._finished(usage)
 
+    def unkept_response(self) -> KeptResponse:
+        """Return a response that has ended, and was to be kept and is not."""
+        return self._to_keep({**self._final, "store": False})
+
     def unkept(self) -> bytes:
         """Return the result of `end` or `complete` once more, for a response that is not kept after all."""
         data = msgspec.json.encode({**self._final, "store": False})

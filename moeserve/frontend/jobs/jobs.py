@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -13,11 +13,12 @@ import msgspec
 
 from moeserve.forever import Forever
 from moeserve.frontend import limits
-from moeserve.frontend.dialects.internal import Formatter
+from moeserve.frontend.dialects.responses import previous_id_of
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
 from moeserve.frontend.errors import ApiError, unavailable
-from moeserve.frontend.exchange import DeltaWriter, completed
-from moeserve.frontend.http import EventStream
+from moeserve.frontend.exchange import DeltaWriter
+from moeserve.frontend.http import STREAM_HEADERS, Piece
+from moeserve.frontend.jobs.idempotency import gone
 from moeserve.frontend.jobs.runner import (
     Entry,
     JobRecord,
@@ -31,12 +32,13 @@ from moeserve.frontend.jobs.runner import (
     unpack_record,
 )
 from moeserve.frontend.keys import Identity
-from moeserve.frontend.prepare.messages import Kind, Prepared, pack_reply
+from moeserve.frontend.prepare.messages import Prepared, pack_reply
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
-from moeserve.frontend.store import jobs
+from moeserve.frontend.store import jobs, responses
 from moeserve.frontend.store.file import Owner
-from moeserve.frontend.store.jobs import Name, NameTaken, OpenJob, Status, StoredJob, TooManyJobs
+from moeserve.frontend.store.idempotency import Name
+from moeserve.frontend.store.jobs import OpenJob, Status, StoredJob
 from moeserve.frontend.store.store import Store
 from moeserve.plan import Terms
 
@@ -80,50 +82,30 @@ class Jobs:
     async def create(
         self,
         caller: bytes,
-        kind: Kind,
         prepared: Prepared,
         terms: Terms,
         *,
         answer_id: str,
         seed: int,
-        needs: str | None = None,
         name: Name | None = None,
     ) -> StoredJob:
         """Begin a job, or return the one that the caller has begun with the same key and content.
 
-        needs: an earlier response. Raise ApiError: 422 for a key of another request, 429, 503.
+        Raise ApiError: 422 for a key of another request, 429, 503.
         """
-        detached = prepared.request.detached
-        record = JobRecord(kind, answer_id, int(time.time()), seed, self.reader, detached, pack_reply(prepared))
-        packed = msgspec.msgpack.encode(record)
+        record = JobRecord(answer_id, int(time.time()), seed, self.reader, pack_reply(prepared))
+        packed, needs = msgspec.msgpack.encode(record), previous_id_of(prepared.request)
         make = partial(jobs.create, job_id=answer_id, record=packed, owner=self._owner.name, needs=needs, name=name)
-        try:
-            await self._store.write(caller, make)
-        except NameTaken as taken:
-            if taken.job_id is None:
-                raise key_of_another() from None
-            return await self._get(caller, taken.job_id)
-        except TooManyJobs:
-            most = limits.MAX_OPEN_JOBS_PER_KEY
-            message = f"This key has {most} requests already that outlive their connection and have not ended"
-            raise ApiError(429, message, type="rate_limit_error", code="too_many_jobs", retry_after_s=5.0) from None
-        job = StoredJob(answer_id, caller, packed)
-        if not self._runner.has(answer_id):
-            self._runner.begin(OpenJob(answer_id, caller), terms, is_patient=terms.patient)
-        return job
-
-    async def named(self, caller: bytes, name: Name) -> StoredJob | None:
-        """Return the job of an earlier request with that key, None without one. Raise ApiError (422)."""
-        try:
-            job_id = await self._store.read(caller, partial(jobs.named, name=name))
-        except NameTaken:
-            raise key_of_another() from None
-        return None if job_id is None else await self._get(caller, job_id)
+        job_id = await self._store.write(caller, make)
+        if job_id == answer_id and not self._runner.has(job_id):
+            self._runner.begin(OpenJob(job_id, caller), terms)
+        return await self.get(caller, job_id)
 
     async def find(self, caller: bytes, job_id: str) -> StoredJob | None:
         return await self._store.read(caller, partial(jobs.find, job_id=job_id))
 
-    async def _get(self, caller: bytes, job_id: str) -> StoredJob:
+    async def get(self, caller: bytes, job_id: str) -> StoredJob:
+        """Raise ApiError (404) for a job that is gone."""
         found = await self.find(caller, job_id)
         if found is None:
             raise gone()
@@ -142,20 +124,19 @@ class Jobs:
             raise gone()
         return found
 
-    def turn_to_show(self, caller: bytes) -> asyncio.Lock:
-        """Return the lock within which a caller's responses are made from their journals, one after the other."""
-        return self._showing[caller]
-
-    async def snapshot(self, job: StoredJob) -> KeptResponse | None:
-        """Return the response that `keep_snapshot` has kept."""
-        found = await self._store.read(job.caller, partial(jobs.snapshot, job_id=job.job_id))
-        return None if found is None else msgspec.msgpack.decode(found, type=KeptResponse)
-
-    async def keep_snapshot(self, job: StoredJob, response: KeptResponse) -> None:
-        """Keep the response of a job that has ended: nobody replays it again."""
-        keep = partial(jobs.keep_snapshot, job_id=job.job_id, snapshot=msgspec.msgpack.encode(response))
-        with suppress(ApiError):
-            await self._store.write(job.caller, keep)
+    async def response(self, job: StoredJob, make: Callable[[], Awaitable[KeptResponse]]) -> KeptResponse:
+        """Return the response of a job that has ended. make: makes it from the journal, once: then it is kept."""
+        async with self._showing[job.caller]:
+            read = self._store.read
+            if (kept := await read(job.caller, partial(responses.find, response_id=job.job_id))) is not None:
+                return kept
+            if (snapshot := await read(job.caller, partial(jobs.snapshot, job_id=job.job_id))) is not None:
+                return msgspec.msgpack.decode(snapshot, type=KeptResponse)
+            made = await make()
+            keep = partial(jobs.keep_snapshot, job_id=job.job_id, snapshot=msgspec.msgpack.encode(made))
+            with suppress(ApiError):
+                await self._store.write(job.caller, keep)
+            return made
 
     async def follow(self, job: StoredJob) -> AsyncIterator[list[Entry] | Status | None]:
         """Yield the entries of a job as they come, None when none has come for a while, and its status at the end.
@@ -209,17 +190,6 @@ class Jobs:
             raise unavailable("The server is shutting down", "draining", 5.0, close=True)
 
 
-def gone() -> ApiError:
-    """404: the job was dropped while somebody looked at it."""
-    return ApiError(404, "This answer was deleted, or had to make room", code="response_not_found")
-
-
-def key_of_another() -> ApiError:
-    """422: another request had this key."""
-    message = "This `Idempotency-Key` was sent before with another request: choose another key for this one"
-    return ApiError(422, message, param="Idempotency-Key", code="idempotency_key_reused")
-
-
 class JobView:
     """One client's view of one job."""
 
@@ -230,95 +200,51 @@ class JobView:
         self._jobs = jobs
         self._job = job
 
-    async def stream(self, stream: EventStream, cut: Callable[[ApiError], bytes], after: int = -1) -> None:
-        """Write the events behind that of number `after` as they come, up to the last one.
+    async def events(self, after: int = -1) -> AsyncGenerator[Piece]:
+        """Yield the events behind that of number `after` as they come, up to the last one.
 
-        cut: returns the event that ends a stream whose job goes on where this process cannot see it; it is none of the
-        job's. Raise ApiError, with nothing written, for a job that cannot be shown, for one that fails before its
-        status is due, and for one that has ended and had no event of that number.
+        Raise ApiError: at first for a job that cannot be shown, and for one that has ended and had no event of that
+        number; later where the job goes on and this process cannot see it.
         """
         replay = self._replay()
         formatter = replay.formatter()
         writer, behind = DeltaWriter(formatter), _Behind(after)
-        detached = self.record.is_detached
-        events = b""
-        if detached:
-            assert isinstance(formatter, ResponsesFormatter)
-            events = behind.cut(formatter.queued())
+        events = behind.cut(formatter.queued())
         # A stream whose events may all be known to its client begins only once that is clear.
-        begun = detached and (bool(events) or (await self._jobs.status(self._job)).state == "open")
-        try:
-            if begun:
-                await stream.start()
-                await stream.write(events)
-            async for found in self._jobs.follow(self._job):
-                if isinstance(found, Status) and found.failure is not None and not (begun or detached):
-                    raise unpack_failure(found.failure)
-                if found is None:
-                    events = formatter.ping()
-                elif isinstance(found, Status):
-                    events = behind.cut(_end(found, replay, formatter)) or behind.end()
-                else:
-                    events = b"".join(behind.cut(_events(entry, replay, writer)) for entry in found)
-                if not begun and (events or not detached):
-                    await stream.start()
-                    begun = True
-                if events:
-                    await stream.write(events, last=isinstance(found, Status))
-        except ApiError as error:
-            if not begun:
-                raise
-            await stream.write(cut(error), last=True)
-
-    async def body(self) -> bytes:
-        """Wait for the end; return the whole answer. Raise ApiError for a job that failed."""
-        replay = self._replay()
+        if events or (await self._jobs.status(self._job)).state == "open":
+            yield STREAM_HEADERS, events, False
         async for found in self._jobs.follow(self._job):
-            if isinstance(found, Status):
-                if found.failure is not None:
-                    raise unpack_failure(found.failure)
-                replay.end_at(found.ended_at or 0.0)
-                formatter = replay.formatter()
-                body = await completed(formatter, replay.answer.choices(), replay.answer, self._services.long_answers)
-                return _unkept(formatter, found) or body
-            for entry in found or ():
-                replay.answer.keep(replay.take(entry))
-        raise AssertionError("a job was followed to no end")
+            if found is None:
+                events = formatter.ping()
+            elif isinstance(found, Status):
+                events = behind.cut(_end(found, replay, formatter)) or behind.end()
+            else:
+                events = b"".join(behind.cut(_events(entry, replay, writer)) for entry in found)
+            if events:
+                yield STREAM_HEADERS, events, isinstance(found, Status)
 
     async def response(self) -> KeptResponse:
-        """Return a response in the background as it stands now."""
+        """Return the response as it stands now."""
         status = await self._jobs.status(self._job)
-        if status.state != "open":
-            async with self._jobs.turn_to_show(self._job.caller):
-                return await self._jobs.snapshot(self._job) or await self._ended(status)
-        return self._snapshot("in_progress" if status.has_begun else "queued")
-
-    def _snapshot(self, state: str, error: ApiError | None = None) -> KeptResponse:
-        """Return the response without an output."""
+        if status.state != "open" and (status.state == "done" or self.record.reader == self._jobs.reader):
+            return await self._jobs.response(self._job, partial(self._ended, status))
         formatter = formatter_of(self._services, self.record, unpack_prepared(self.record.prepared))
-        assert isinstance(formatter, ResponsesFormatter)
-        return formatter.snapshot(state, error)
+        shown = ("in_progress" if status.has_begun else "queued") if status.state == "open" else status.state
+        return formatter.snapshot(shown, _failure(status))
 
     async def _ended(self, status: Status) -> KeptResponse:
-        """Make the response of a job that has ended from its journal, and keep it."""
-        error = None if status.failure is None else unpack_failure(status.failure)
+        """Make the response of a job that has ended from its journal."""
+        replay = self._replay()
+        formatter = replay.formatter()
+        writer = DeltaWriter(formatter)
+        async for found in self._jobs.follow(self._job):
+            for entry in found if isinstance(found, list) else ():
+                _events(entry, replay, writer)
         if status.state == "done":
             # The response was not kept: there was no room, or its conversation is gone.
-            kept = KeptResponse.of(self._job.job_id, await self.body())
-        elif self.record.reader != self._jobs.reader:
-            return self._snapshot(status.state, error)
-        else:
-            replay = self._replay()
-            formatter = replay.formatter()
-            writer = DeltaWriter(formatter)
-            assert isinstance(formatter, ResponsesFormatter)
-            async for found in self._jobs.follow(self._job):
-                for entry in found if isinstance(found, list) else ():
-                    for delta in replay.take(entry):
-                        writer.events(delta, replay.answer.usage)
-            kept = formatter.snapshot(status.state, error)
-        await self._jobs.keep_snapshot(self._job, kept)
-        return kept
+            _end(status, replay, formatter)
+            return formatter.unkept_response()
+        return formatter.snapshot(status.state, _failure(status))
 
     def _replay(self) -> Replay:
         if self.record.reader != self._jobs.reader:
@@ -329,29 +255,25 @@ class JobView:
         return Replay(self._services, self.record)
 
 
+def _failure(status: Status) -> ApiError | None:
+    return None if status.failure is None else unpack_failure(status.failure)
+
+
 def _events(entry: Entry, replay: Replay, writer: DeltaWriter) -> bytes:
     deltas = replay.take(entry)
     events = b"".join(writer.events(delta, replay.answer.usage) for delta in deltas)
     return RESUMED + events if entry is None else events
 
 
-def _end(status: Status, replay: Replay, formatter: Formatter) -> bytes:
+def _end(status: Status, replay: Replay, formatter: ResponsesFormatter) -> bytes:
     """Return the last events of a job."""
-    if status.failure is not None:
-        return formatter.error(unpack_failure(status.failure))
+    if (error := _failure(status)) is not None:
+        return formatter.error(error)
     if status.state == "cancelled":
-        assert isinstance(formatter, ResponsesFormatter)
         return formatter.cancelled()
     replay.end_at(status.ended_at or 0.0)
     end = formatter.end(replay.answer.usage)
-    return _unkept(formatter, status) or end
-
-
-def _unkept(formatter: Formatter, status: Status) -> bytes | None:
-    """Return the end of an answer once more where its response was to be kept and was not."""
-    if status.is_kept or not isinstance(formatter, ResponsesFormatter) or formatter.kept is None:
-        return None
-    return formatter.unkept()
+    return end if status.is_kept or formatter.kept is None else formatter.unkept()
 
 
 class _Behind:

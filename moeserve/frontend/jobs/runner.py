@@ -1,6 +1,7 @@
 """Runs the jobs that this process owns, and takes over jobs whose owner has died.
 
-A job goes to the engine like any request. Where the engine, or the process, dies, the next one goes on from there.
+A job is a response in the background. It goes to the engine like any request. Where the engine, or the process, dies,
+the next one goes on from there.
 
 A job's outputs go into its journal before anybody sees them, so an output that was seen is never computed again. A
 journal makes the same deltas, events and body whenever and wherever it is read.
@@ -12,7 +13,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import msgspec
@@ -22,19 +23,19 @@ from moeserve import wire
 from moeserve.forever import Forever, cancel
 from moeserve.frontend import limits
 from moeserve.frontend.admission import terms_of
-from moeserve.frontend.dialects.internal import Delta, Formatter
+from moeserve.frontend.dialects.internal import Delta
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.errors import ApiError, internal_error
-from moeserve.frontend.exchange import FORMATTERS, Progress, answer_of, completed, generates_of, submitted, tell_engine
+from moeserve.frontend.exchange import Progress, answer_of, completed, generates_of, submitted, tell_engine
 from moeserve.frontend.keys import Identity
-from moeserve.frontend.prepare.messages import Kind, Prepared, expect, pack_reply, unpack_reply
+from moeserve.frontend.prepare.messages import Prepared, expect, pack_reply, unpack_reply
 from moeserve.frontend.relay.request_group import EngineGone, Past, RequestGroup
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs, responses
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.jobs import OpenJob
 from moeserve.frontend.store.store import Shelf, Store, store_full, store_unavailable
-from moeserve.plan import FinishReason, Terms
+from moeserve.plan import Terms
 from moeserve.wire import Output
 
 # The output of a choice; None where another engine or HTTP process took over the job.
@@ -42,18 +43,15 @@ Entry = tuple[int, Output] | None
 
 
 class JobRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A generation that another process can begin, go on with, and show.
+    """A response that another process can begin, go on with, and show.
 
-    created: UNIX time. reader: of the service that made it (`RunContext.reader`). is_detached: its client fetches the
-    answer later. prepared: of `pack_reply`.
+    created: UNIX time. reader: of the service that made it (`RunContext.reader`). prepared: of `pack_reply`.
     """
 
-    kind: Kind
     answer_id: str
     created: int
     seed: int
     reader: str
-    is_detached: bool
     prepared: bytes
 
 
@@ -164,12 +162,10 @@ def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
 
 def formatter_of(
     services: Services, record: JobRecord, prepared: Prepared, clock: Callable[[], float] = time.time
-) -> Formatter:
-    """Return a formatter of a job's answer. clock: gives the UNIX time at which a response is complete."""
+) -> ResponsesFormatter:
+    """Return a formatter of a job's answer. clock: gives the UNIX time at which it is complete."""
     facts = (record.answer_id, record.created, prepared.request, services.tokenizer, services.fingerprint)
-    if record.kind == "responses":
-        return ResponsesFormatter(*facts, clock=clock)
-    return FORMATTERS[record.kind](*facts)
+    return ResponsesFormatter(*facts, clock=clock)
 
 
 class Replay:
@@ -182,8 +178,8 @@ class Replay:
         self._services = services
         self._ended_at = 0.0
 
-    def formatter(self) -> Formatter:
-        """Return a new formatter of the answer. A response is complete when `end_at` says."""
+    def formatter(self) -> ResponsesFormatter:
+        """Return a new formatter of the answer, which is complete when `end_at` says."""
         return formatter_of(self._services, self.record, self.prepared, lambda: self._ended_at)
 
     def end_at(self, ended_at: float) -> None:
@@ -215,7 +211,6 @@ log = structlog.get_logger(__name__)
 
 _LOOK_APART_S = 0.5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 5.0
-_FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LATE)
 _OTHER_SERVICE = ApiError(
     500,
     "The service was started again with another model, or as another version, and cannot go on with this request",
@@ -252,7 +247,6 @@ class Runner:
         self._identify = identify
         self._reader = services.run.reader
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._patient: set[str] = set()
         self._places: defaultdict[bytes, asyncio.Semaphore] = defaultdict(self._make_places)
         self._looking = Forever("jobs", self._look, _LOOK_APART_S)
 
@@ -268,13 +262,9 @@ class Runner:
     def has(self, job_id: str) -> bool:
         return job_id in self._tasks
 
-    def begin(self, job: OpenJob, terms: Terms | None, *, is_patient: bool) -> None:
-        """Run a job. terms: of its client's request, None for one that somebody has run before. is_patient: it waits
-        for a place, and nobody waits for it."""
-        task = asyncio.create_task(self._run(job, terms, is_patient))
-        self._tasks[job.job_id] = task
-        if is_patient:
-            self._patient.add(job.job_id)
+    def begin(self, job: OpenJob, terms: Terms | None) -> None:
+        """Run a job. terms: of its client's request, None for one that somebody has run before."""
+        task = self._tasks[job.job_id] = asyncio.create_task(self._run(job, terms))
         task.add_done_callback(partial(self._forget, job.job_id))
 
     def withdraw(self, job_id: str) -> None:
@@ -284,7 +274,6 @@ class Runner:
 
     def _forget(self, job_id: str, task: asyncio.Task[None]) -> None:
         self._tasks.pop(job_id, None)
-        self._patient.discard(job_id)
         self._journal.ring(job_id)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("job_failed", job=job_id, exc_info=error)
@@ -310,7 +299,7 @@ class Runner:
                 self.withdraw(job_id)
         if self._services.is_draining:
             if self._services.run.response_store is not None:
-                for job_id in list(self._patient):
+                for job_id in list(self._tasks):
                     self.withdraw(job_id)
             return
         dead = [name for name in owners if self._owner.is_dead(name)]
@@ -319,16 +308,16 @@ class Runner:
             adopt = partial(jobs.adopt, dead=dead, left=left, owner=self._owner.name)
             for job in await self._store.write(b"", adopt):
                 if not self.has(job.job_id):
-                    self.begin(job, None, is_patient=True)
+                    self.begin(job, None)
 
     # Running.
 
-    async def _run(self, job: OpenJob, terms: Terms | None, is_patient: bool) -> None:
+    async def _run(self, job: OpenJob, terms: Terms | None) -> None:
         """Work until the job has ended, or until this process is to leave it to another one."""
         wait_s = _FIRST_WAIT_S
         while True:
             try:
-                async with self._places[job.caller] if is_patient else nullcontext():
+                async with self._places[job.caller]:
                     await self._attempt(job, terms)
                 return
             except JobEnded:
@@ -336,7 +325,7 @@ class Runner:
             except ApiError as error:
                 if self._services.is_draining or self._services.engine.dead_reason is not None:
                     return
-                if error.status != 503 or not is_patient:
+                if error.status != 503:
                     await self._fail(job, error)
                     return
             except Exception as error:  # A defect here is its request's alone.
@@ -399,15 +388,14 @@ class Runner:
                 except EngineGone as error:
                     raise engine_unavailable(error) from error
                 progress.record(batch)
-                whole, failed = _split(batch)
-                if group.num_deaths > num_deaths:
-                    num_deaths = group.num_deaths
-                    await self._journal.append(job.job_id, [None])
-                    replay.take(None)
-                if whole:
-                    await self._journal.append(job.job_id, whole)
-                for entry in [*whole, *failed]:
-                    replay.answer.keep(replay.take(entry))
+                taken = list[Entry]()
+                try:
+                    for entry in (*[None] * (group.num_deaths > num_deaths), *batch):
+                        replay.answer.keep(replay.take(entry))
+                        taken.append(entry)
+                finally:  # The journal has no output that tells of a failure.
+                    await self._journal.append(job.job_id, taken)
+                num_deaths = group.num_deaths
                 tell_engine(replay.answer, group)
         finally:
             progress.end(replay.answer, {})
@@ -430,12 +418,11 @@ class Runner:
         replay.end_at(ended_at)
         formatter = replay.formatter()
         await completed(formatter, replay.answer.choices(), replay.answer, self._services.long_answers)
-        kept = formatter.kept if isinstance(formatter, ResponsesFormatter) else None
 
         def end(shelf: Shelf) -> bool:
             if not jobs.end(shelf, job.job_id, "done", at=ended_at):
                 return False
-            if kept is not None and responses.put(shelf, kept):
+            if formatter.kept is not None and responses.put(shelf, formatter.kept):
                 jobs.note_kept(shelf, job.job_id)
             return True
 
@@ -445,11 +432,3 @@ class Runner:
         fail = partial(jobs.end, job_id=job.job_id, state="failed", failure=pack_reply(error))
         with suppress(ApiError):
             await self._store.write(job.caller, fail)
-
-
-def _split(batch: list[tuple[int, Output]]) -> tuple[list[tuple[int, Output]], list[tuple[int, Output]]]:
-    """Return the outputs before the first one that tells of a failure, and that one."""
-    for place, (_, output) in enumerate(batch):
-        if output.finish_reason in _FAILURES:
-            return batch[:place], batch[place : place + 1]
-    return batch, []

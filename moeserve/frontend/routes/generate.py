@@ -6,18 +6,18 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.admission import Held, read_terms
-from moeserve.frontend.dialects import messages
+from moeserve.frontend.dialects import messages, responses_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
-from moeserve.frontend.dialects.responses import previous_id_of
 from moeserve.frontend.errors import OVERLOADED, ApiError, invalid, unavailable
 from moeserve.frontend.exchange import (
     FORMATTERS,
@@ -34,15 +34,26 @@ from moeserve.frontend.exchange import (
     whole,
 )
 from moeserve.frontend.held import hold_of
-from moeserve.frontend.http import EventStream, content_coding, receive_body, send_body, until_disconnect, with_headers
+from moeserve.frontend.http import (
+    STREAM_HEADERS,
+    EventStream,
+    Piece,
+    content_coding,
+    receive_body,
+    send_body,
+    until_disconnect,
+    with_headers,
+)
+from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import RESUMED, STATUS_WAITS, Jobs, JobView
 from moeserve.frontend.keys import Identity, caller_of
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
 from moeserve.frontend.relay.answer import Answer, asks_for_report
 from moeserve.frontend.relay.request_group import EngineGone, RequestGroup
 from moeserve.frontend.services import Lend, Services, engine_unavailable
-from moeserve.frontend.store.jobs import Name, StoredJob
-from moeserve.frontend.wills import Will
+from moeserve.frontend.store.idempotency import Name
+from moeserve.frontend.store.jobs import StoredJob
+from moeserve.frontend.wills import NO_WILL, Will
 from moeserve.plan import Terms
 from moeserve.wire import Generate
 
@@ -86,19 +97,24 @@ WARM = Dialect("warm")
 class GenerateRoute:
     """The ASGI endpoint of a dialect."""
 
-    def __init__(self, services: Services, dialect: Dialect, jobs: Jobs) -> None:
+    def __init__(self, services: Services, dialect: Dialect, jobs: Jobs, answers: KeyedAnswers) -> None:
+        """answers: to requests with an `Idempotency-Key`."""
         self._services = services
         self._dialect = dialect
         self._jobs = jobs
+        self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, admission = self._services, self._services.admission
         services.check_serving()
         coding = content_coding(scope["headers"])
         body = await receive_body(scope, receive, services.run.config.max_request_bytes)
-        name = _name_of(scope, body)
-        if name is not None and (job := await self._jobs.named(caller_of(scope), name)) is not None:
-            await self._show(scope, receive, send, job)
+        caller, name = caller_of(scope), _name_of(scope, body)
+        if name is not None and (earlier := await self._answers.find(caller, name)) is not None:
+            if isinstance(earlier, str):
+                await self._show(scope, receive, send, await self._jobs.get(caller, earlier))
+            else:
+                await give(earlier, scope, receive, send, _PROCESS_ENDED, self._dialect.cut)
             return
         facts = services.check_serving()
         # Overload is answered before any work is done for the request, so before it is read.
@@ -116,16 +132,23 @@ class GenerateRoute:
         )
         del body
         try:
-            with admission.hold(1, services.capacity, unread) as held:
+            with ExitStack() as places:
+                held = places.enter_context(admission.hold(1, services.capacity, unread))
                 prepared = expect(await until_disconnect(receive, asking), Prepared)
                 hold_of(scope).set(prepared.num_bytes)
-                send = self._warn(scope, send, prepared.request)
                 terms = self._change(scope, held, prepared.request)
-                if name is None and not prepared.request.detached:
-                    await until_disconnect(receive, self._serve(scope, send, prepared, facts, terms, will))
-                    return
-            job = await self._begin_job(scope, prepared, facts, terms, name)
-            await self._show(scope, receive, send, job)
+                work = partial(self._serve, scope, prepared, facts, terms)
+                if prepared.request.detached:
+                    places.close()
+                    job = await self._begin_job(scope, prepared, facts, terms, name)
+                    await self._show(scope, receive, self._warn(scope, send, prepared.request), job)
+                elif name is not None:
+                    hold_of(scope).set(0)
+                    places.enter_context(services.held.hold(caller)).set(prepared.num_bytes)
+                    answer = self._answers.begin(caller, name, work, places.pop_all())
+                    await give(answer, scope, receive, send, _PROCESS_ENDED, self._dialect.cut)
+                else:
+                    await until_disconnect(receive, work(send, will))
         finally:
             asking.close()
             will.revoke()
@@ -133,40 +156,22 @@ class GenerateRoute:
     async def _begin_job(
         self, scope: Scope, prepared: Prepared, facts: ModelFacts, terms: Terms, name: Name | None
     ) -> StoredJob:
-        """Begin a request that outlives this connection; return it, or the one that was begun with the same key."""
+        """Begin a response in the background; return it, or the one that was begun with the same key."""
         services, request = self._services, prepared.request
         answer_id = new_answer_id(self._dialect.kind)
         seed = services.draw_seed() if request.seed is None else request.seed
         identity: Identity = scope["state"]["identity"]
         # A prompt that does not fit is refused before there is a job.
         generates_of(services, prepared, facts, identity, answer_id=answer_id, seed=seed, terms=terms)
-        needs = previous_id_of(request) if self._dialect.kind == "responses" else None
-        return await self._jobs.create(
-            identity.digest,
-            self._dialect.kind,
-            prepared,
-            terms,
-            answer_id=answer_id,
-            seed=seed,
-            needs=needs,
-            name=name,
-        )
+        return await self._jobs.create(identity.digest, prepared, terms, answer_id=answer_id, seed=seed, name=name)
 
     async def _show(self, scope: Scope, receive: Receive, send: Send, job: StoredJob) -> None:
-        """Answer with a job: its events, its response as it stands, or its whole answer."""
-        view, will = JobView(self._services, self._jobs, job), Will.of(scope)
-        try:
-            if view.streams:
-                await show_events(view, scope, receive, send, cut=self._dialect.cut)
-            elif view.record.is_detached:
-                await send_body(send, 200, (await view.response()).response)
-            else:
-                leave_refusal(will, scope, _STILL_RUNS)
-                body = await until_disconnect(receive, view.body())
-                will.revoke()
-                await send_body(send, 200, body)
-        finally:
-            will.revoke()
+        """Answer with a job: its events, or its response as it stands."""
+        view = JobView(self._services, self._jobs, job)
+        if view.streams:
+            await give_events(view, scope, receive, send)
+        else:
+            await send_body(send, 200, (await view.response()).response)
 
     def _change(self, scope: Scope, held: Held, request: GenerateRequest) -> Terms:
         """Hold the places of a request that was read; return its terms. Raise ApiError."""
@@ -197,10 +202,12 @@ class GenerateRoute:
         return with_headers(send, headers) if headers else send
 
     async def _serve(
-        self, scope: Scope, send: Send, prepared: Prepared, facts: ModelFacts, terms: Terms, will: Will
-    ) -> None:
+        self, scope: Scope, prepared: Prepared, facts: ModelFacts, terms: Terms, send: Send, will: Will = NO_WILL
+    ) -> bool:
+        """Answer a request; return whether the answer is whole."""
         services, state = self._services, scope["state"]
         request = prepared.request
+        send = self._warn(scope, send, request)
         answer_id = new_answer_id(self._dialect.kind)
         generates = generates_of(
             services,
@@ -235,6 +242,7 @@ class GenerateRoute:
                         content = await self._dialect.keep(formatter, content)
                     will.revoke()
                     await send_body(send, 200, content)
+            return not answer.num_open
         except ApiError as error:
             if error.code == OVERLOADED and error.retry_after_s is None:
                 raise services.admission.late(terms) from None
@@ -243,16 +251,46 @@ class GenerateRoute:
             progress.end(answer, state["log"])
 
 
-async def show_events(
-    view: JobView, scope: Scope, receive: Receive, send: Send, *, cut: Callable[[ApiError], bytes], after: int = -1
+async def give_events(view: JobView, scope: Scope, receive: Receive, send: Send, after: int = -1) -> None:
+    """Answer with the events of a job behind that of a number."""
+    await give(view.events(after), scope, receive, send, _STILL_RUNS, responses_answer.error_event)
+
+
+async def give(
+    answer: AsyncGenerator[Piece],
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    last_word: ApiError,
+    cut: Callable[[ApiError], bytes],
 ) -> None:
-    """Answer with the events of a job behind that of a number. cut: see `Dialect`."""
+    """Send an answer as it comes. last_word: what the client hears if this process dies. cut: see `Dialect`."""
     will = Will.of(scope)
-    leave_refusal(will, scope, _STILL_RUNS)
+    stream, has_events = EventStream(send), False
+
+    async def send_all() -> None:
+        nonlocal stream, has_events
+        has_begun = False
+        async for headers, piece, is_last in answer:
+            if not has_begun:
+                has_begun, has_events = True, STREAM_HEADERS[0] in headers
+                if has_events:
+                    stream = EventStream(send, will, cut(last_word))
+                else:
+                    will.revoke()
+                await stream.start(headers)
+            await stream.write(piece, last=is_last)
+
+    leave_refusal(will, scope, last_word)
     try:
-        await until_disconnect(receive, view.stream(EventStream(send, will, cut(_STILL_RUNS)), cut, after))
+        await until_disconnect(receive, send_all())
+    except ApiError as error:
+        if not has_events:
+            raise
+        await stream.write(cut(error), last=True)
     finally:
         will.revoke()
+        await answer.aclose()
 
 
 def _name_of(scope: Scope, body: bytes) -> Name | None:

@@ -17,12 +17,12 @@ from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesF
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX
 from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.http import held_json, json_bytes
+from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import Jobs, JobView
-from moeserve.frontend.jobs.runner import unpack_record
 from moeserve.frontend.keys import caller_of
 from moeserve.frontend.listing import Listed, list_of, read_page
 from moeserve.frontend.prepare.messages import Body, Kind, expect
-from moeserve.frontend.routes.generate import Dialect, GenerateRoute, show_events
+from moeserve.frontend.routes.generate import Dialect, GenerateRoute, give_events
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import responses
 from moeserve.frontend.store.jobs import StoredJob
@@ -35,10 +35,11 @@ _TOO_LONG = "The conversation would be too long, has an item of one of these ids
 class ResponsesRoute:
     """The ASGI endpoint of `POST /v1/responses`: the dialect, tied to the caller's shelf."""
 
-    def __init__(self, services: Services, store: Store, jobs: Jobs) -> None:
+    def __init__(self, services: Services, store: Store, jobs: Jobs, answers: KeyedAnswers) -> None:
         self._services = services
         self._store = store
         self._jobs = jobs
+        self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         dialect = Dialect(
@@ -47,7 +48,7 @@ class ResponsesRoute:
             cut=responses_answer.error_event,
             keep=partial(self._keep, caller_of(scope)),
         )
-        await GenerateRoute(self._services, dialect, self._jobs)(scope, receive, send)
+        await GenerateRoute(self._services, dialect, self._jobs, self._answers)(scope, receive, send)
 
     async def _keep(self, caller: bytes, formatter: Formatter, end: bytes) -> bytes:
         """Keep a response; return the end of its answer, which says so where there is no room for it."""
@@ -101,14 +102,13 @@ class KeptResponseRoutes:
         view = JobView(self._services, self._jobs, job)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            await show_events(view, scope, receive, send, cut=responses_answer.error_event, after=after)
+            await give_events(view, scope, receive, send, after)
 
         return answer
 
     async def _background_job(self, request: Request) -> StoredJob | None:
         """Return the job of a response that was made in the background, None for others."""
-        job = await self._jobs.find(caller_of(request.scope), _response_id(request))
-        return job if job is not None and unpack_record(job.record).is_detached else None
+        return await self._jobs.find(caller_of(request.scope), _response_id(request))
 
     async def _delete(self, request: Request) -> Response:
         response_id = _response_id(request)

@@ -19,6 +19,7 @@ from moeserve.frontend.dialects.chat import (
 from moeserve.frontend.dialects.completions import CompletionBody
 from moeserve.frontend.dialects.messages import MessagesBody, error_body
 from moeserve.frontend.dialects.responses import ConversationBody, ItemsBody, MetadataBody, ResponsesBody
+from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.pages import FILES, Pages
 from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, ROLES, TEXT, Role, Route
@@ -45,13 +46,13 @@ from moeserve.frontend.store.store import Store
 class Endpoints:
     """The objects of one application that answer."""
 
-    def __init__(self, services: Services, store: Store, jobs: Jobs, owner: str) -> None:
+    def __init__(self, services: Services, store: Store, jobs: Jobs, answers: KeyedAnswers, owner: str) -> None:
         """owner: the name of this process, which works on the batches that are made here."""
-        self.chat = GenerateRoute(services, CHAT, jobs)
-        self.completions = GenerateRoute(services, COMPLETIONS, jobs)
-        self.messages = GenerateRoute(services, MESSAGES, jobs)
-        self.responses = ResponsesRoute(services, store, jobs)
-        self.warm = GenerateRoute(services, WARM, jobs)
+        self.chat = GenerateRoute(services, CHAT, jobs, answers)
+        self.completions = GenerateRoute(services, COMPLETIONS, jobs, answers)
+        self.messages = GenerateRoute(services, MESSAGES, jobs, answers)
+        self.responses = ResponsesRoute(services, store, jobs, answers)
+        self.warm = GenerateRoute(services, WARM, jobs, answers)
         self.kept = KeptResponseRoutes(services, store, jobs)
         self.conversations = ConversationRoutes(services, store)
         self.files = FileRoutes(store)

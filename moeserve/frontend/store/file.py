@@ -18,7 +18,7 @@ from pathlib import Path
 
 # Raised with every change of the schema. A file of an earlier version is changed by `_CHANGES` and gets the tables that
 # it lacks; files of later versions are refused.
-VERSION = 7
+VERSION = 8
 _BUSY_S = 10.0  # seconds that a transaction waits for a transaction of another process
 _MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
@@ -96,14 +96,17 @@ CREATE TABLE IF NOT EXISTS job_outputs(
   number INTEGER NOT NULL,
   entries BLOB NOT NULL,
   PRIMARY KEY (job, number)) WITHOUT ROWID;
--- `name`: digest of the key that the client chose. `content`: digest of the request.
+-- `name`: digest of the key that the client chose. `content`: digest of the request. `id`: of its job, or else of its
+-- answer. `owner`: the HTTP process that computes the answer. `headers`, `body`: of a whole answer.
 CREATE TABLE IF NOT EXISTS idempotency(
+  id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
   caller BLOB NOT NULL,
   name BLOB NOT NULL,
   content BLOB NOT NULL,
-  job TEXT NOT NULL REFERENCES jobs ON DELETE CASCADE,
-  PRIMARY KEY (caller, name)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS idempotency_by_job ON idempotency(job);
+  owner TEXT,
+  headers BLOB,
+  body BLOB,
+  UNIQUE (caller, name));
 CREATE TABLE IF NOT EXISTS files(
   id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
   caller BLOB NOT NULL,
@@ -177,6 +180,13 @@ DELETE FROM kept WHERE id LIKE 'file-%' OR id LIKE 'batch\\_%' ESCAPE '\\';
 DROP TABLE IF EXISTS batch_results;
 DROP TABLE IF EXISTS batches;
 DROP TABLE IF EXISTS files;
+""",
+    # The records of jobs, and the keys of requests, had another form: those of earlier versions are dropped.
+    8: """
+DELETE FROM kept WHERE id IN (SELECT id FROM jobs) AND id NOT IN (SELECT id FROM responses);
+DROP TABLE IF EXISTS idempotency;
+DROP TABLE IF EXISTS job_outputs;
+DELETE FROM jobs;
 """,
 }
 

@@ -1,4 +1,4 @@
-"""Jobs: generations that outlive their connection, and their journals.
+"""Jobs: responses in the background, and their journals.
 
 A job's journal holds the engine's outputs, in order; what clients see follows from the job's record and its journal
 alone, so any HTTP process can show a job, and can go on with one whose owner has died. A job ends once: the first
@@ -13,18 +13,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moeserve.frontend import limits
+from moeserve.frontend.errors import ApiError
+from moeserve.frontend.store import idempotency
+from moeserve.frontend.store.idempotency import Name
 from moeserve.frontend.store.store import ROW_BYTES, NoRoom, Shelf
 
 State = Literal["open", "done", "failed", "cancelled"]
 _ROWS_AT_ONCE = 256  # rows of a journal in one read
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """The key that a client chose for a request, and the request's content, as digests."""
-
-    key: bytes
-    content: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,47 +62,30 @@ class News:
     is_whole: bool
 
 
-class NameTaken(Exception):
-    """The caller has used this key before: for the job `job_id`, or for another request (None)."""
+def create(shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | None, name: Name | None) -> str:
+    """Enter an open job, unless one has the name; return the job's id. needs: a response that must stay as long as the
+    job.
 
-    def __init__(self, job_id: str | None) -> None:
-        super().__init__(job_id)
-        self.job_id = job_id
-
-
-class TooManyJobs(Exception):
-    """The caller has as many open jobs as it may have."""
-
-
-def create(shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | None, name: Name | None) -> None:
-    """Enter an open job. needs: a response that must stay as long as the job. Raise NameTaken, TooManyJobs, NoRoom."""
-    if name is not None and (found := _named(shelf, name)) is not None:
-        raise found
+    Raise ApiError: 422 for the name of another request, 429. Raise NoRoom.
+    """
+    if name is not None and (named := idempotency.find(shelf, name)) is not None:
+        return named.kept_id
     counted = "SELECT count(*) FROM jobs WHERE caller = ? AND state = 'open'"
     if shelf.db.execute(counted, (shelf.caller,)).fetchone()[0] >= limits.MAX_OPEN_JOBS_PER_KEY:
-        raise TooManyJobs
+        raise too_many_open()
     shelf.add(job_id, len(record), needs=needs if needs is not None and shelf.has(needs) else None, busy=True)
     row = (job_id, shelf.caller, record, owner)
     shelf.db.execute("INSERT INTO jobs(id, caller, record, owner) VALUES (?, ?, ?, ?)", row)
     if name is not None:
-        shelf.db.execute(
-            "INSERT INTO idempotency(caller, name, content, job) VALUES (?, ?, ?, ?)",
-            (shelf.caller, name.key, name.content, job_id),
-        )
+        idempotency.enter(shelf, name, job_id)
+    return job_id
 
 
-def named(shelf: Shelf, name: Name) -> str | None:
-    """Return the job of an earlier request with this key. Raise NameTaken (None) where that was another request."""
-    found = _named(shelf, name)
-    if found is not None and found.job_id is None:
-        raise found
-    return None if found is None else found.job_id
-
-
-def _named(shelf: Shelf, name: Name) -> NameTaken | None:
-    query = "SELECT content, job FROM idempotency WHERE caller = ? AND name = ?"
-    row = shelf.db.execute(query, (shelf.caller, name.key)).fetchone()
-    return None if row is None else NameTaken(row[1] if bytes(row[0]) == name.content else None)
+def too_many_open() -> ApiError:
+    """429: a caller has as many requests that outlive their connection as it may have."""
+    most = limits.MAX_OPEN_JOBS_PER_KEY
+    message = f"This key has {most} requests already that outlive their connection and have not ended"
+    return ApiError(429, message, type="rate_limit_error", code="too_many_jobs", retry_after_s=5.0)
 
 
 def find(shelf: Shelf, job_id: str) -> StoredJob | None:
@@ -199,7 +177,7 @@ def end(shelf: Shelf, job_id: str, state: State, *, failure: bytes | None = None
         return False
     shelf.db.execute("UPDATE kept SET busy = 0, used = ? WHERE id = ?", (shelf.now, job_id))
     if state == "failed":
-        shelf.db.execute("DELETE FROM idempotency WHERE job = ?", (job_id,))
+        shelf.db.execute("DELETE FROM idempotency WHERE id = ?", (job_id,))
     return True
 
 

@@ -210,20 +210,20 @@ class Shelf:
 def drop_old(shelf: Shelf) -> bool:
     """Drop some of the things that were not used for too long; return whether there may be more.
 
-    Drop old keys of requests as well, with the answers that were kept only for them.
+    Drop the keys of requests that ended, or whose process died, long ago, with the answers that were kept for them.
     """
     query = "SELECT id FROM kept WHERE used < ? AND NOT hidden AND NOT busy LIMIT ?"
     unused = shelf.db.execute(query, (shelf.now - shelf.bounds.max_age_s, _DROPPED_AT_ONCE)).fetchall()
     for (name,) in unused:
         shelf.drop(name)
-    query = """SELECT job, EXISTS (SELECT 1 FROM responses WHERE id = job) FROM idempotency JOIN jobs ON jobs.id = job
-                JOIN kept ON kept.id = job WHERE NOT busy AND used < ? LIMIT ?"""
+    query = """SELECT id, jobs.id IS NULL FROM idempotency JOIN kept USING (id) LEFT JOIN jobs USING (id)
+               WHERE (jobs.id IS NULL OR NOT busy) AND used < ? LIMIT ?"""
     found = shelf.db.execute(query, (shelf.now - limits.IDEMPOTENCY_KEY_S, _DROPPED_AT_ONCE)).fetchall()
-    for job_id, is_response in found:
-        if is_response:
-            shelf.db.execute("DELETE FROM idempotency WHERE job = ?", (job_id,))
+    for kept_id, is_answer in found:
+        if is_answer:
+            shelf.drop(kept_id)
         else:
-            shelf.drop(job_id)
+            shelf.db.execute("DELETE FROM idempotency WHERE id = ?", (kept_id,))
     shelf.db.execute("PRAGMA incremental_vacuum(1000)")
     return _DROPPED_AT_ONCE in (len(unused), len(found))
 
