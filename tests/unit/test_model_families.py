@@ -394,6 +394,7 @@ def test_the_markers_of_messages_are_asked_for() -> None:
         ("<ifm|tool_calls> <think>", "k2_horizon", ("k2-horizon", "think")),
         ("functools[", "phimoe", ("phi", "none")),
         ("<|tool_call|> Here is my thought process:", "granitemoe", ("granite", "granite")),
+        ("<|tool_call|> <think></think> <response></response>", "granitemoe", ("granite", "ernie")),
         ("tools", "qwen3_5_moe", ("qwen3-coder", "none")),
         ("tools", "mistral4", ("mistral", "none")),
     ],

@@ -6,13 +6,12 @@ element that is repeated makes its value a list.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from moeserve.frontend.parsers.calls import is_name
 from moeserve.frontend.parsers.feed import Feed, Markers, Reading, Sink
-from moeserve.frontend.parsers.values import Properties, Schemas, items_of, types_of
+from moeserve.frontend.parsers.values import Properties, Schemas, encode, items_of, types_of
 
 MARK = "]<]minimax[>["
 _REGION, _REGION_END = f"{MARK}<tool_call>", f"{MARK}</tool_call>"
@@ -46,7 +45,7 @@ class ElementCalls:
                 break
             marker, schema = "", schemas.get(head)
             arguments = {} if isinstance(value, str) else _object(value, schema, schema)
-            sink.add_call(head, json.dumps(arguments, ensure_ascii=False))
+            sink.add_call(head, encode(arguments))
             feed.kept()
             feed.keep()
             yield from feed.space()

@@ -264,6 +264,7 @@ _REASONING_IN_TEMPLATE: tuple[tuple[str, ...], ...] = (
     ("kimi-k3", "<|open|>", "<|close|>"),
     ("granite", "Here is my thought process:"),
     ("mistral", "[THINK]"),
+    ("ernie", "<think>", "<response>"),
     ("think", "<think>"),
     ("think", "</think>"),
     # The vocabulary's suffix stands between.

@@ -12,7 +12,7 @@ from typing import Any
 
 from moeserve.frontend.parsers.calls import NAME, JsonCalls, JsonLayout, is_name
 from moeserve.frontend.parsers.feed import Feed, Markers, Reading, Say, Sink, drop
-from moeserve.frontend.parsers.values import Schemas, decode
+from moeserve.frontend.parsers.values import Schemas, decode, encode
 
 _MAX_DEPTH = 64
 _MOST_CHARS = 65_536  # of a Python value outside its strings
@@ -100,7 +100,7 @@ class PythonCalls:
         feed.take(1)
         if not (yield from feed.ahead(self._is_over(feed))):
             return None
-        return name, "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in arguments.items()) + "}"
+        return name, "{" + ", ".join(f"{encode(key)}: {value}" for key, value in arguments.items()) + "}"
 
     def _is_over(self, feed: Feed) -> Reading[bool]:
         """Return whether a call can end here."""
@@ -237,11 +237,11 @@ def _read_gemma(feed: Feed, say: Say, depth: int) -> Reading[bool]:
         return depth < _MAX_DEPTH and (yield from _read_gemma_items(feed, say, depth))
     if (yield from feed.through(_QUOTE)):
         say('"')
-        end = yield from feed.until(_QUOTES, lambda piece: say(_json(piece)[1:-1]))
+        end = yield from feed.until(_QUOTES, lambda piece: say(encode(piece)[1:-1]))
         say('"' if end else "")
         return end is not None
     word = (yield from feed.run(_BARE)).strip()
-    say(word if word == "null" or decode(word) is not None else _json(word))
+    say(word if word == "null" or decode(word) is not None else encode(word))
     return not feed.ended or bool(feed.rest)
 
 
@@ -257,7 +257,7 @@ def _read_gemma_items(feed: Feed, say: Say, depth: int) -> Reading[bool]:
             yield from feed.space()
             if not (yield from feed.through(":")):
                 return False
-            separator += f"{_json(key)}: "
+            separator += f"{encode(key)}: "
         say(separator)
         if not (yield from _read_gemma(feed, say, depth + 1)):
             return False
@@ -273,7 +273,3 @@ def _read_gemma_key(feed: Feed) -> Reading[str]:
         return (yield from feed.run(_GEMMA_KEY)).strip()
     key, _ = yield from feed.text_until(_QUOTES)
     return key
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

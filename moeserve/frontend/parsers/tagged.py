@@ -10,15 +10,13 @@ then the value ends where the next argument of the schema begins, or where the c
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from html import unescape
-from typing import Any
 
 from moeserve.frontend.parsers.calls import JsonCalls, JsonLayout, is_name, read_objects
 from moeserve.frontend.parsers.feed import Feed, Markers, Reading, Say, Sink, drop
-from moeserve.frontend.parsers.values import Properties, Schemas
+from moeserve.frontend.parsers.values import Properties, Schemas, encode
 
 _TAGS = re.compile(r"<[^<>\s]*>|>")
 _TAG_ENDS = re.compile(r"(?<=\w)>")
@@ -258,7 +256,7 @@ class _Call:
 
     def add(self, key: str, value: str) -> None:
         self._begin(key)
-        self._write(_json(self._properties.typed(key, value)))
+        self._write(encode(self._properties.typed(key, value)))
 
     def begin_text(self, key: str) -> None:
         self._begin(key)
@@ -269,7 +267,7 @@ class _Call:
             self._sink.arguments("".join(self._before))
 
     def add_text(self, piece: str) -> None:
-        self._write(_json(piece)[1:-1])
+        self._write(encode(piece)[1:-1])
 
     def end_text(self) -> None:
         self._write('"')
@@ -282,7 +280,7 @@ class _Call:
             self._sink.add_call(self._name, "".join(self._before))
 
     def _begin(self, key: str) -> None:
-        self._write(f"{', ' if self.keys else ''}{_json(key)}: ")
+        self._write(f"{', ' if self.keys else ''}{encode(key)}: ")
         self.keys.add(key)
 
     def _write(self, text: str) -> None:
@@ -319,7 +317,3 @@ class _Lines:
 def _tags_of(parts: tuple[str, str, str]) -> tuple[str, tuple[str, ...], str]:
     """Return the opening tag without a quote, the tags that end what follows it, and the closing tag."""
     return parts[0].strip().rstrip('"'), tuple(_TAGS.findall(parts[1])), parts[2].strip()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -144,6 +145,10 @@ def plain_arguments(text: str) -> str:
     """Return the JSON of arguments: some models write it into a string, or null for none."""
     value = decode(text) if text else None
     return "" if value is None else value if isinstance(value, str) else text
+
+
+def encode(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def decode(text: str) -> Any:
