@@ -129,7 +129,7 @@ test-clients: venv
 test-routers: venv
 	@$(TIMED) $(RUN) -m pytest -n 0 -m long tests/routers
 
-# Chat and dashboard of a running demo, and a plot of what docs/benchmarks.md has. It needs a Chromium.
+# Chat and dashboard of a running demo, and a plot of what docs/benchmarks/README.md has. It needs a Chromium.
 pictures: venv
 	@$(RUN) -m tests.support.pictures
 

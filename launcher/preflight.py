@@ -20,7 +20,8 @@ from moeserve.frontend.limits import connections_within
 from moeserve.frontend.routes.cache import load_public_prefixes
 from moeserve.settings.kv_events import parse_kv_events
 
-# A streamed token takes some 50 µs of an HTTP process (docs/benchmarks.md); the engine's threads take the other cores.
+# A streamed token takes some 50 µs of an HTTP process (docs/benchmarks/service.md); the engine's threads take the other
+# cores.
 _CORES_PER_FRONTEND = 8
 _STREAMS_PER_FRONTEND = 32  # streams at once for each HTTP process: with 200 tokens/s each they take a third of a core
 _MOST_FRONTENDS = 8

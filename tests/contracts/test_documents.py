@@ -22,6 +22,21 @@ def test_paths_and_links_in_documents_exist(document):
     assert missing == []
 
 
+def test_links_to_headings_name_headings_that_exist():
+    missing = []
+    for document in DOCUMENTS:
+        for link, heading in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)#([^)\s]+)\)", document.read_text()):
+            target = document.parent / link if link else document
+            if target.suffix == ".md" and heading not in anchors_of(target):
+                missing.append((document.name, link, heading))
+    assert missing == []
+
+
+def anchors_of(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_measurements_that_documents_and_code_name_can_be_run():
     sources = [*DOCUMENTS, ROOT / "Makefile"]
     sources += [

@@ -1,4 +1,4 @@
-"""The pictures of the README, made from a running demo and from figures that docs/benchmarks.md has.
+"""The pictures of the README, made from a running demo and from figures that docs/benchmarks/README.md has.
 
 `python -m tests.support.pictures` writes chat.png, dashboard.png and speed.png to docs/images. It needs a Chromium.
 """
@@ -17,12 +17,12 @@ from tests.support.browser import Browser, chromium, find_chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "images"
-FIGURES = ROOT / "docs" / "benchmarks.md"
+FIGURES = ROOT / "docs" / "benchmarks" / "README.md"
 _QUESTIONS = ("What is the capital of France?", "Write a haiku about the sea.")
 _ANSWER_S = 240.0
 _PROMPT = "You are the assistant of a small library and answer in one short paragraph. " * 12
 _TOPICS = ("the sea", "old maps", "bees", "bridges", "salt", "lighthouses", "rivers", "ink") * 2
-# The beginnings of loads in the first table of docs/benchmarks.md, with the names that their bars have.
+# The beginnings of loads in the first table of docs/benchmarks/README.md, with the names that their bars have.
 _LOADS = {
     "one stream, 96 tokens": "one stream",
     "16 streams, 64 tokens each": "16 streams together",
@@ -61,7 +61,7 @@ def read_speeds(document: str) -> dict[str, list[float]]:
             for name, (column, _) in _SERVERS.items():
                 speeds[name].append(float(cells[column]))
     if any(len(found) != len(_LOADS) for found in speeds.values()):
-        raise SystemExit(f"{FIGURES.name} does not have the figures of {', '.join(_LOADS)}.")
+        raise SystemExit(f"docs/benchmarks/README.md does not have the figures of {', '.join(_LOADS)}.")
     return speeds
 
 
@@ -81,7 +81,7 @@ def draw_speed(speeds: dict[str, list[float]], file: Path) -> None:
     axes.set_ylabel("tokens/s")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    axes.set_title("The demo on two cores of an AMD EPYC (docs/benchmarks.md)", fontsize=9)
+    axes.set_title("The demo on two cores of an AMD EPYC (docs/benchmarks/README.md)", fontsize=9)
     figure.tight_layout()
     figure.savefig(file)
     pyplot.close(figure)
