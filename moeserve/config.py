@@ -465,7 +465,8 @@ class ServeConfig:
     )
     max_connections: int = _http(
         1024,
-        "Connections to each HTTP process at once; requests on more get 503, but for health, readiness and metrics.",
+        "Requests open at once in each HTTP process, of twice as many connections; more get 503, but not health, "
+        "readiness and metrics.",
         minimum=1,
     )
     metrics_compat: str = _http(

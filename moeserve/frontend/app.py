@@ -18,6 +18,7 @@ from starlette.routing import Route as StarletteRoute
 from moeserve.config import ConfigError
 from moeserve.forever import Forever
 from moeserve.frontend.errors import ApiError
+from moeserve.frontend.held import OpenRequests
 from moeserve.frontend.jobs.batches import Batches
 from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import Jobs
@@ -59,10 +60,10 @@ _ELSEWHERE = (
 )
 
 
-def create_app(services: Services) -> Starlette:
+def create_app(services: Services, most_requests: int) -> Starlette:
     """Create the application. Its lifespan connects to the engine without waiting.
 
-    Raise ConfigError for bad keys and origins.
+    most_requests: that are open at once. Raise ConfigError for bad keys and origins.
     """
     config = services.run.config
     keys = load_keys(config.api_key, config.api_key_file)
@@ -95,7 +96,13 @@ def create_app(services: Services) -> Starlette:
                 hosts=(config.host, *config.allowed_host),
                 origins=config.cors_allow_origin,
             ),
-            Middleware(AuthGate, keys=keys, routes=table, held=services.held),
+            Middleware(
+                AuthGate,
+                keys=keys,
+                routes=table,
+                places=OpenRequests(most_requests, keys.part, services.metrics.rejections),
+                held=services.held,
+            ),
         ],
         exception_handlers={404: _no_route(frozenset(route.path for route in ROUTES)), 405: _no_method},
     )

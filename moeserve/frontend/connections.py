@@ -12,8 +12,7 @@ import mmap
 import os
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from struct import Struct
 from typing import Any, cast
@@ -23,8 +22,6 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from moeserve.frontend import limits
-from moeserve.frontend.errors import unavailable
-from moeserve.frontend.http import send_error
 from moeserve.frontend.wills import Connection, WillLink
 
 log = structlog.get_logger(__name__)
@@ -101,8 +98,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(limits.WRITE_BUFFER_BYTES)
         self._set_busy(True)
         self._arm()
-        if self._places.are_taken(self, len(self.connections)):
-            self.app = refuse_unless_open(self.app, self._places.open_paths)
+        self._places.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -243,6 +239,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Return whether the connection has no request, or not the whole head of one."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def has_sent(self) -> bool:
+        """Return whether the system has taken all that was written."""
+        return not self.transport.get_write_buffer_size()
+
     def drop(self) -> None:
         """End the connection at once."""
         self.transport.abort()
@@ -309,31 +310,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class Places:
-    """The places of one process for connections.
+    """The connections of one process, the oldest first.
 
-    Requests on connections beyond the `most` are refused and counted in `rejections`, but for `open_paths`. As many
-    again may be open at once; one more drops the oldest of these that has no request. So operators are answered,
-    however many connections are open.
+    One beyond the most drops the oldest that has no request, rather one whose answers have all gone; or itself where
+    all have requests.
     """
 
-    def __init__(self, most: int, rejections: Counter[str], open_paths: Collection[str] = ()) -> None:
-        self.open_paths = open_paths
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._rejections = rejections
-        self._beyond: dict[BoundedHttpProtocol, None] = {}
+        self._open: dict[BoundedHttpProtocol, None] = {}
 
-    def are_taken(self, entering: BoundedHttpProtocol, num_open: int) -> bool:
-        """Return whether a connection that is open now found no place. num_open: it and all others."""
-        if num_open <= self._most:
-            return False
-        self._rejections["too_many_connections"] += 1
-        self._beyond[entering] = None
-        if num_open > 2 * self._most:
-            next((one for one in self._beyond if one.is_idle), entering).drop()
-        return True
+    def enter(self, entering: BoundedHttpProtocol) -> None:
+        """Count a connection that is open now."""
+        self._open[entering] = None
+        if len(self._open) > self._most:
+            idle = [one for one in self._open if one.is_idle and one is not entering]
+            next((one for one in idle if one.has_sent), idle[0] if idle else entering).drop()
 
     def leave(self, leaving: BoundedHttpProtocol) -> None:
-        self._beyond.pop(leaving, None)
+        self._open.pop(leaving, None)
 
 
 class PlainCycle(RequestResponseCycle):
@@ -373,19 +368,6 @@ def has_been_reset(transport: asyncio.Transport) -> bool:
     nothing."""
     state: bytes = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
     return state[0] == _TCP_CLOSE
-
-
-def refuse_unless_open(app: Any, open_paths: Collection[str]) -> Any:
-    """Return an application that answers 503, but for the paths by which operators look at the server."""
-    error = unavailable("Too many connections are open", "too_many_connections", close=True)
-
-    async def refuse(scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] in open_paths:
-            await app(scope, receive, send)
-        else:
-            await send_error(send, error, error.body())
-
-    return refuse
 
 
 class Load:

@@ -1,15 +1,58 @@
-"""The bytes that this process holds for requests, by key: bodies that arrive or are read, and answers on their way."""
+"""What requests hold of one HTTP process, by key: a place each, and bytes of bodies and answers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from starlette.types import Scope
 
 from moeserve.frontend import limits
-from moeserve.frontend.errors import unavailable
+from moeserve.frontend.errors import ApiError, unavailable
+
+_FREE_PLACES = 0.5  # the part of all places that is not set aside for the parts of keys
+
+
+class OpenRequests:
+    """Counts the requests that are answered, or are to be. Refusals are counted in `rejections`.
+
+    Half of the places are for whoever comes. A key finds as many as its part of all of them though these are taken.
+    """
+
+    def __init__(self, most: int, part_of: Callable[[bytes], float], rejections: Counter[str]) -> None:
+        """most: places. part_of: the part of a key, by its digest."""
+        self._most = most
+        self._part_of = part_of
+        self._rejections = rejections
+        self._of_key: Counter[bytes] = Counter()
+        self._total = 0
+
+    @contextmanager
+    def enter(self, key: bytes) -> Iterator[None]:
+        """Have a place for the length of the block. Raise ApiError: 503, and 429 for one key of several."""
+        part = self._part_of(key)
+        if self._total >= self._most * _FREE_PLACES and self._of_key[key] >= self._most * part:
+            raise self._refusal(part)
+        self._of_key[key] += 1
+        self._total += 1
+        try:
+            yield
+        finally:
+            self._total -= 1
+            self._of_key[key] -= 1
+            if not self._of_key[key]:
+                del self._of_key[key]
+
+    def _refusal(self, part: float) -> ApiError:
+        if part == 1.0:
+            self._rejections["too_many_connections"] += 1
+            return unavailable("Too many requests are open", "too_many_connections", close=True)
+        self._rejections["key_connections_full"] += 1
+        message = "This key has too many requests open at once"
+        return ApiError(
+            429, message, type="rate_limit_error", code="key_connections_full", retry_after_s=1.0, close=True
+        )
 
 
 class HeldBytes:

@@ -11,6 +11,7 @@ import hmac
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_IRGRP, S_IROTH
@@ -21,8 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moeserve.config import ConfigError
 from moeserve.frontend.errors import ApiError, forbidden
-from moeserve.frontend.held import HeldBytes
-from moeserve.frontend.route import RouteTable
+from moeserve.frontend.held import HeldBytes, OpenRequests
+from moeserve.frontend.route import Route, RouteTable
 
 log = structlog.get_logger(__name__)
 
@@ -95,26 +96,29 @@ class AuthGate:
     """ASGI middleware. Puts the caller's `Identity` into `scope["state"]["identity"]`, and the count of the bytes that
     the request holds into `scope["state"]["hold"]`, or raises ApiError."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, routes: RouteTable, held: HeldBytes) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, routes: RouteTable, places: OpenRequests, held: HeldBytes) -> None:
+        """places: for requests, but not those by which operators look at the server."""
         self._app = app
         self._keys = keys
         self._routes = routes
+        self._places = places
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        identity = self._identify(scope)
-        with self._held.hold(identity.digest) as hold:
+        route = self._routes.find(scope["path"])
+        identity = self._identify(scope, route)
+        place = nullcontext() if route is not None and route.is_watch else self._places.enter(identity.digest)
+        with place, self._held.hold(identity.digest) as hold:
             scope.setdefault("state", {}).update(identity=identity, hold=hold)
             await self._app(scope, receive, send)
 
-    def _identify(self, scope: Scope) -> Identity:
-        route = self._routes.find(scope["path"])
+    def _identify(self, scope: Scope, route: Route[Any] | None) -> Identity:
         if not self._keys or (route is not None and route.role == "public"):
             return ANYONE
-        key = _sent_key(scope)
+        key = sent_key(scope)
         identity = self._keys.find(key) if key else None
         if identity is None:
             raise ApiError(
@@ -137,7 +141,7 @@ def caller_of(scope: Scope) -> bytes:
     return identity.digest
 
 
-def _sent_key(scope: Scope) -> bytes | None:
+def sent_key(scope: Scope) -> bytes | None:
     """Return the key in `Authorization: Bearer` or `x-api-key`."""
     fallback = None
     for name, value in scope["headers"]:
@@ -163,6 +167,8 @@ class KeyRing:
             Identity(digest, frozenset(allowed), own_rights.get(digest, DEFAULT_RIGHTS))
             for digest, allowed in grants.items()
         ]
+        self._holders = {identity.digest: identity for identity in self._identities}
+        self._weights = sum(identity.rights.weight for identity in self._identities)
         self._stored = _stored_shares([identity for identity in self._identities if USER in identity.grants])
 
     def __bool__(self) -> bool:
@@ -173,12 +179,19 @@ class KeyRing:
         holds it."""
         if not self:
             return ANYONE if not digest else None
-        return next((identity for identity in self._identities if identity.digest == digest), None)
+        return self._holders.get(digest)
 
     def stored_share(self, digest: bytes) -> float:
         """Return the share of the response store of the key with this digest: 1 without keys, 0 for a key that is not
         valid any more."""
         return self._stored.get(digest, 0.0) if self else 1.0
+
+    def part(self, digest: bytes) -> float:
+        """Return the part, by weight, of the key with this digest: 1 without keys, 0 for what is no key's."""
+        if not self:
+            return 1.0
+        holder = self.holder(digest)
+        return 0.0 if holder is None else holder.rights.weight / self._weights
 
     def find(self, key: bytes) -> Identity | None:
         """Return the identity of a key, None for a wrong one. Takes the same time for every key."""

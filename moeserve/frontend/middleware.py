@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError, internal_error
 from moeserve.frontend.http import ClientDisconnected, PatientSend, SlowReader, send_error
+from moeserve.frontend.keys import sent_key
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.route import RouteTable
 
@@ -25,7 +26,8 @@ log = structlog.get_logger(__name__)
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 # The first name in the path to a value; further names may be the client's own.
 _FIELD = re.compile(r"[A-Za-z_-]+")
-_REQUEST_TIMEOUT = 408
+# Of errors that end the connection at once, whatever its client still sends.
+_UNREAD = ("request_timeout", "too_many_connections", "key_connections_full")
 _CLIENT_CLOSED = 499
 
 # At most this number of requests begin in one turn; each takes up to a millisecond until it first waits.
@@ -59,10 +61,10 @@ class RequestBoundary:
         patient = PatientSend(send, limits.SEND_TIMEOUT_S)
         found = self._routes.find(scope["path"])
         is_watch = found is not None and found.is_watch
-        turnstile = None if is_watch else self._turnstile
+        turnstile, flow = None if is_watch else self._turnstile, sent_key(scope) or b""
         if turnstile is not None:
-            await turnstile.enter()
-        body, response = _Body(scope, receive, turnstile), _Response(patient, request_id)
+            await turnstile.enter(flow)
+        body, response = _Body(scope, receive, turnstile, flow), _Response(patient, request_id)
         try:
             await self._app(scope, body, response)
         except ClientDisconnected:
@@ -108,7 +110,7 @@ class RequestBoundary:
             log_fields["field"] = field[0]
         content = self._routes.error_body(path)(shown, request_id)
         await send_error(response, shown, content, is_last=False)
-        if shown.status != _REQUEST_TIMEOUT:
+        if shown.code not in _UNREAD:
             await body.discard()
         await response({"type": "http.response.body", "body": b""})
 
@@ -126,8 +128,9 @@ class _Body:
     """A `receive` that remembers whether the whole body has come. When a body comes late, the request enters the
     turnstile again."""
 
-    def __init__(self, scope: Scope, receive: Receive, turnstile: Turnstile | None) -> None:
+    def __init__(self, scope: Scope, receive: Receive, turnstile: Turnstile | None, flow: bytes) -> None:
         self._receive = receive
+        self._flow = flow
         self._turnstile = turnstile
         self._began = 0 if turnstile is None else turnstile.turn
         self._is_read = False
@@ -140,7 +143,7 @@ class _Body:
         was_read, self._is_read = self._is_read, not message.get("more_body", False)
         turnstile = self._turnstile
         if self._is_read and not was_read and turnstile is not None and turnstile.turn != self._began:
-            await turnstile.enter()
+            await turnstile.enter(self._flow)
         return message
 
     async def discard(self) -> None:
@@ -181,7 +184,8 @@ def _request_id(scope: Scope) -> str:
 
 
 class Turnstile:
-    """Bounds the work of a flood in each turn of the event loop. Requests pass in the order of their arrival.
+    """Bounds the work of a flood in each turn of the event loop. Requests pass in the order of their arrival, those of
+    several keys in turns.
 
     `turn` counts the turns in which the turnstile has work; it is larger in a later turn than it was when a request
     passed.
@@ -190,9 +194,10 @@ class Turnstile:
     def __init__(self) -> None:
         self.turn = 0
         self._num_passed = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        # By the key that a request names, whose turn it is first.
+        self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
 
-    async def enter(self) -> None:
+    async def enter(self, key: bytes) -> None:
         """Return at once, or in a later turn if others have passed in this one or wait."""
         loop = asyncio.get_running_loop()
         if not self._num_passed:
@@ -201,14 +206,18 @@ class Turnstile:
             self._num_passed += 1
             return
         waiter = loop.create_future()
-        self._waiting.append(waiter)
+        self._waiting.setdefault(key, deque()).append(waiter)
         await waiter
 
     def _begin_turn(self, loop: asyncio.AbstractEventLoop) -> None:
         self.turn += 1
         self._num_passed = 0
         while self._waiting and self._num_passed < _AT_ONCE:
-            waiter = self._waiting.popleft()
+            key = next(iter(self._waiting))
+            waiters = self._waiting.pop(key)
+            waiter = waiters.popleft()
+            if waiters:
+                self._waiting[key] = waiters
             if not waiter.done():  # its client may have left
                 waiter.set_result(None)
                 self._num_passed += 1

@@ -22,13 +22,13 @@ import uvicorn
 from moeserve.frontend.app import create_app
 from moeserve.frontend.connections import BoundedHttpProtocol, EvenListener, Load, Places
 from moeserve.frontend.limits import allow_connections
-from moeserve.frontend.routes.table import ROUTES
 from moeserve.frontend.services import Services
 from moeserve.frontend.wills import WillLink
 from moeserve.wire import Tick
 
 log = structlog.get_logger(__name__)
 
+_CONNECTIONS_PER_REQUEST = 2  # that may be open: refusals, and operators who look, need some beyond the requests
 _LAST_WORDS_S = 1.0
 _TICK_S = 0.2
 _KEEP_ALIVE_TIMEOUT_S = 30
@@ -77,13 +77,11 @@ class FrontendServer(uvicorn.Server):
         self, services: Services, ticker: Ticker | None, wills: WillLink | None, load: Load | None = None
     ) -> None:
         """wills: takes last wills. load: shared with the other HTTP processes of the service, if any."""
-        open_paths = frozenset(route.path for route in ROUTES if route.is_watch)
         most = allow_connections(services.run.config.max_connections)
-        places = Places(most, services.metrics.rejections, open_paths)
-        protocol = partial(BoundedHttpProtocol, places=places, wills=wills, load=load)
+        protocol = partial(BoundedHttpProtocol, places=Places(_CONNECTIONS_PER_REQUEST * most), wills=wills, load=load)
         super().__init__(
             uvicorn.Config(
-                create_app(services),
+                create_app(services, most),
                 http=cast("type[asyncio.Protocol]", protocol),
                 loop="uvloop",
                 ws="none",

@@ -24,7 +24,7 @@ def test_a_route_without_a_role_cannot_be_made() -> None:
 
 
 def test_the_application_has_the_routes_of_the_table(tmp_path: Path) -> None:
-    app = create_app(Services.load(run_context(tmp_path)))
+    app = create_app(Services.load(run_context(tmp_path)), 1024)
     found = set()
     for route in app.routes:
         assert isinstance(route, StarletteRoute)

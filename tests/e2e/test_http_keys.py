@@ -33,7 +33,7 @@ ROLES = {route.path: route.role for route in ROUTES}
 
 def routes(folder: Path) -> list[tuple[str, str]]:
     """(method, path) of every route of the application."""
-    app = create_app(Services.load(run_context(folder)))
+    app = create_app(Services.load(run_context(folder)), 1024)
     found = [(method, route.path) for route in app.routes if isinstance(route, Route) for method in route.methods or ()]
     assert len(found) >= len(app.routes) >= 12
     return found

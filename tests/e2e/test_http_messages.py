@@ -223,7 +223,7 @@ def test_pages_of_an_allowed_origin_may_call_and_read_errors(server: Frontend) -
 @pytest.mark.parametrize("origin", ["page.example", "http://page.example/", "http://page.example/x", ""])
 def test_origins_that_no_browser_sends_are_refused_at_the_start(tmp_path: Any, origin: str) -> None:
     with pytest.raises(ConfigError, match="cors-allow-origin"):
-        create_app(Services.load(run_context(tmp_path, cors_allow_origin=(origin,))))
+        create_app(Services.load(run_context(tmp_path, cors_allow_origin=(origin,))), 1024)
 
 
 def test_tools_of_the_vendor_are_named_in_a_header(server: Frontend) -> None:

@@ -77,7 +77,7 @@ async def application(folder: Path, **settings: Any) -> AsyncIterator[tuple[Star
     run = run_context(folder, template=None, **settings)
     with patch("moeserve.frontend.services.check_model_texts"):
         services = Services.load(run)
-    app = create_app(services)
+    app = create_app(services, services.run.config.max_connections)
     with FakeEngine(run) as engine:
         async with app.router.lifespan_context(app):
             while services.engine.ready is None:

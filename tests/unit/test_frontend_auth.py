@@ -1,6 +1,7 @@
 """Keys, roles, and the cache namespaces that follow from them."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from structlog.testing import capture_logs
 
 from moeserve.config import ConfigError
 from moeserve.frontend.errors import ApiError
-from moeserve.frontend.held import HeldBytes
+from moeserve.frontend.held import HeldBytes, OpenRequests
 from moeserve.frontend.keys import ANYONE, AuthGate, Identity, KeyRing, cache_namespace, load_keys, warn_of_readers
 from moeserve.frontend.route import RouteTable
 from moeserve.frontend.routes.table import ROUTES
@@ -25,7 +26,8 @@ def enter(path: str, *headers: tuple[bytes, bytes], keys: KeyRing = KEYS) -> Ide
     async def app(scope: Any, receive: Any, send: Any) -> None:
         """The gate let it through."""
 
-    asyncio.run(AuthGate(app, keys, RouteTable(ROUTES), HeldBytes())(scope, None, None))  # type: ignore[arg-type]
+    gate = AuthGate(app, keys, RouteTable(ROUTES), OpenRequests(9, keys.part, Counter()), HeldBytes())
+    asyncio.run(gate(scope, None, None))  # type: ignore[arg-type]
     identity: Identity = scope["state"]["identity"]
     return identity
 

@@ -49,7 +49,7 @@ class Server:
                 outer.lost.set()
 
         boundary = RequestBoundary(app, self.metrics, RouteTable(()))
-        protocol = partial(Noted, places=Places(most_connections, self.rejections, ("/health", "/ready")))
+        protocol = partial(Noted, places=Places(most_connections))
         config = uvicorn.Config(boundary, http=cast("type[asyncio.Protocol]", protocol), loop="uvloop", log_config=None)
         config.load()
         self.state = uvicorn.Server(config).server_state
@@ -151,62 +151,55 @@ def test_a_big_body_arrives_whole() -> None:
     run(scenario())
 
 
-def test_connections_beyond_the_limit_are_refused_but_for_those_that_look_after_the_server() -> None:
+def test_idle_connections_make_room_for_new_ones_the_oldest_first() -> None:
     async def scenario() -> None:
-        server = Server(small, 2)
+        server = Server(small, 4)
         async with server.listening() as port:
-            first = await ask(port)
-            second = await ask(port)
-            for reader, _ in (first, second):
-                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-            refused, writer = await ask(port)
-            answer = await refused.read()
-            head, _, body = answer.partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 503")
-            assert b"retry-after: 1" in head
-            assert json.loads(body)["error"]["code"] == "too_many_connections"
-            assert server.rejections["too_many_connections"] == 1
-            watching, other = await ask(port, "/ready")
-            assert (await watching.readline()).startswith(b"HTTP/1.1 200")
-            for open_writer in (first[1], second[1], writer, other):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+            asking, writer = await ask(port)
+            assert (await asking.readline()).startswith(b"HTTP/1.1 200")
+            assert len(server.state.connections) == 4
+            for reader, _ in silent[:-3]:
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            for _, open_writer in [*silent, (asking, writer)]:
                 open_writer.close()
 
     run(scenario())
 
 
-def test_however_many_connections_are_idle_whoever_looks_after_the_server_is_heard() -> None:
+def test_a_connection_whose_answer_was_not_read_is_dropped_after_those_whose_was() -> None:
     async def scenario() -> None:
-        server = Server(small, 2)
+        server = Server(big, 2)
         async with server.listening() as port:
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
-            watching, writer = await ask(port, "/health")
-            assert (await watching.readline()).startswith(b"HTTP/1.1 200")
-            assert len(server.state.connections) == 4
-            # The first ones have places, and the others made room one after the other.
-            for reader, _ in silent[2:-2]:
-                with suppress(ConnectionResetError):
-                    assert await reader.read() == b""
-            for _, open_writer in [*silent, (watching, writer)]:
-                open_writer.close()
+            unread = await ask(port)
+            while not server.transports or not server.transports[0].get_write_buffer_size():
+                await asyncio.sleep(0)
+            _, idle = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.open_connection("127.0.0.1", port)
+            await server.lost.wait()
+            assert len(server.state.connections) == 2
+            assert not server.transports[0].is_closing()
+            for writer in (unread[1], idle):
+                writer.close()
 
     run(scenario())
 
 
 def test_a_connection_with_a_request_is_not_dropped_for_another() -> None:
     async def scenario() -> None:
-        server = Server(slow, 1)
+        server = Server(slow, 2)
         async with server.listening() as port:
-            first = await asyncio.open_connection("127.0.0.1", port)
-            watching, other = await ask(port, "/health")
-            while not server.state.tasks:
+            first = await ask(port)
+            second = await ask(port)
+            while len(server.state.tasks) < 2:
                 await asyncio.sleep(0)
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""
             assert len(server.state.connections) == 2
-            for open_writer in (first[1], other, writer):
+            for open_writer in (first[1], second[1], writer):
                 open_writer.close()
-            del watching
 
     run(scenario())
 

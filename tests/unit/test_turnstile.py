@@ -42,8 +42,8 @@ class Flood:
     def end(self) -> None:
         self._next.cancel()
 
-    async def ask(self, path: str = "/work") -> None:
-        scope = {"type": "http", "path": path, "headers": [], "method": "POST"}
+    async def ask(self, path: str = "/work", key: bytes = b"") -> None:
+        scope = {"type": "http", "path": path, "headers": [(b"x-api-key", key)], "method": "POST"}
         scope["state"] = {"hold": Hold(HeldBytes(), b"")}
         await self._boundary(scope, self._receive, self._send)
 
@@ -95,6 +95,19 @@ def test_a_request_that_comes_alone_waits_for_no_turn_and_a_watch_for_no_flood()
         amid.bodies.set()
         await amid.ask("/health")
         assert len(amid.statuses) == 1
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_of_another_key_passes_a_flood_at_the_next_turn() -> None:
+    async def scenario() -> None:
+        flood = Flood()
+        flood.bodies.set()
+        tasks = [asyncio.create_task(flood.ask(key=b"flood")) for _ in range(FLOOD)]
+        await asyncio.sleep(0)
+        await flood.ask(key=b"other")
+        assert len(flood.statuses) <= 2 * MOST_IN_A_TURN
         await asyncio.gather(*tasks)
 
     asyncio.run(scenario())

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -69,7 +68,7 @@ class Server:
         config = uvicorn.Config(boundary, loop="uvloop", log_config=None)
         config.load()
         state = uvicorn.Server(config).server_state
-        places = Places(100, Counter())
+        places = Places(100)
         protocol = partial(
             BoundedHttpProtocol, places=places, wills=self.link, config=config, server_state=state, app_state={}
         )
