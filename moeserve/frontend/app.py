@@ -39,7 +39,17 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 _TEXT_ALONE = "This server generates text alone"
 _ELSEWHERE = (
     (
-        ("/v1/embeddings", "/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling"),
+        (
+            "/v1/embeddings",
+            "/embeddings",
+            "/v1/rerank",
+            "/rerank",
+            "/v1/score",
+            "/score",
+            "/pooling",
+            "/api/embed",
+            "/api/embeddings",
+        ),
         f"{_TEXT_ALONE}: for embeddings and ranking run a server for these models beside it, such as `llama-server "
         "--embeddings -m MODEL.gguf` or text-embeddings-inference, and give clients its address for them",
     ),
@@ -54,8 +64,8 @@ _ELSEWHERE = (
         "and give clients its address for them",
     ),
     (
-        ("/api/chat", "/api/generate", "/api/tags", "/api/show"),
-        "Ollama's API is not served here: set clients to OpenAI's, at /v1",
+        ("/api/chat", "/api/generate"),
+        "Ollama's API is not served here but for lists of models: set clients to OpenAI's, at /v1",
     ),
 )
 
@@ -204,4 +214,4 @@ def why_absent(path: str, known: frozenset[str]) -> str:
     for meant in (plain, f"/v1{plain}", plain.removeprefix("/v1")):
         if meant != path and meant in known:
             return f"There is no {shown} here, but {meant}"
-    return f"There is no {shown} here; GET / lists what there is"
+    return f"There is no {shown} here; GET /openapi.json lists what there is"

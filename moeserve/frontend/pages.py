@@ -22,8 +22,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from moeserve.frontend.dialects.ollama import RUNNING
 from moeserve.frontend.errors import ApiError, forbidden
-from moeserve.frontend.route import RouteTable
+from moeserve.frontend.route import JSON, TEXT, RouteTable
 
 # The files of the folder `pages` that `/pages` serves. Each is named here, so that no other file is public.
 _NAMES = (
@@ -70,11 +71,15 @@ class Pages:
         return self._files[request.scope["path"]].answer(request)
 
     def index(self, index: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the endpoint of `/`: the chat page for browsers, `index` for clients that do not accept HTML."""
+        """Return the endpoint of `/`: the chat page for browsers, `index` for clients that name JSON, for others the
+        words by which Ollama's clients know that a server is there."""
 
         async def answer(request: Request) -> Response:
-            wants_page = "text/html" in request.headers.get("accept", "")
-            response = self._files[CHAT].answer(request) if wants_page else await index(request)
+            accept = request.headers.get("accept", "")
+            if "text/html" in accept:
+                response = self._files[CHAT].answer(request)
+            else:
+                response = await index(request) if JSON in accept else Response(RUNNING, media_type=TEXT)
             response.headers["vary"] = "accept"
             return response
 

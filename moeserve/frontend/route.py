@@ -11,10 +11,11 @@ import msgspec
 
 from moeserve.frontend.errors import ErrorBody, openai_error_body
 
-JSON, TEXT, EVENTS, HTML, BYTES = (
+JSON, TEXT, EVENTS, LINES, HTML, BYTES = (
     "application/json",
     "text/plain",
     "text/event-stream",
+    "application/x-ndjson",
     "text/html",
     "application/octet-stream",
 )

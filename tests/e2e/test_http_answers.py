@@ -241,7 +241,7 @@ def test_the_routes_beside_generation_answer(server: Frontend, client: OpenAI) -
     assert get("/health").json() == {"status": "ok"}
     assert get("/ready").json() == {"status": "ready"}
     assert get("/version").json().keys() == {"version"}
-    assert "POST /v1/chat/completions" in get("/").json()["endpoints"]
+    assert "POST /v1/chat/completions" in get("/", headers={"accept": "application/json"}).json()["endpoints"]
     assert server.http.head("/health").status_code == 200
     assert server.http.post("/reset_prefix_cache").json() == {"status": "ok", "blocks": 7}
     metrics = get("/metrics")

@@ -62,7 +62,7 @@ def test_unknown_models_routes_and_methods(server: Frontend) -> None:
     nothing = error_of(server.http.get("/v1/nothing"), 404)
     assert (nothing["code"], nothing["message"]) == (
         "not_found",
-        "There is no /v1/nothing here; GET / lists what there is",
+        "There is no /v1/nothing here; GET /openapi.json lists what there is",
     )
     got = server.http.get("/v1/completions")
     error = error_of(got, 405)
@@ -259,7 +259,7 @@ def test_a_preflight_learns_which_setting_it_takes(server: Frontend) -> None:
         *(("/v1/embeddings", "embeddings"), ("/v1/rerank", "embeddings"), ("/v1/audio/transcriptions", "whisper")),
         *(("/v1/images/generations", "images"), ("/api/chat", "Ollama")),
         *(("/chat/completions", "but /v1/chat/completions"), ("/v1/v1/completions", "but /v1/completions")),
-        ("/v1/audiofile", "GET / lists"),
+        ("/v1/audiofile", "GET /openapi.json lists"),
     ],
 )
 def test_a_route_that_is_not_here_says_where_it_is(server: Frontend, path: str, word: str) -> None:

@@ -31,14 +31,16 @@ def stats(**fields: Any) -> Stats:
     return Stats(**{**nothing, "rejections": {}, "step_seconds": 0.0, "load": None, **fields})
 
 
-def test_browsers_get_the_page_and_programs_the_index(server: Frontend) -> None:
+def test_browsers_get_the_page_and_clients_what_they_ask_for(server: Frontend) -> None:
     page = server.http.get("/", headers=BROWSER)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.text.startswith("<!doctype html>")
-    for accept in ("*/*", "application/json", ""):
-        index = server.http.get("/", headers={"accept": accept})
-        assert "POST /v1/chat/completions" in index.json()["endpoints"]
-        assert index.headers["vary"] == "accept"
+    index = server.http.get("/", headers={"accept": "application/json"})
+    assert "POST /v1/chat/completions" in index.json()["endpoints"]
+    for accept in ("*/*", "text/plain", ""):
+        assert server.http.get("/", headers={"accept": accept}).text == "Ollama is running"
+    assert {server.http.head("/").status_code, index.status_code} == {200}
+    assert page.headers["vary"] == index.headers["vary"] == "accept"
 
 
 @pytest.mark.parametrize("path", sorted(FILES))

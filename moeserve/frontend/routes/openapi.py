@@ -148,7 +148,7 @@ def body_schemas(
         own = _OF_STRUCTS.get(struct, {})
         for field, described in schema["properties"].items():
             bound = own.get(field, {})
-            says_all = "enum" in bound or bound == _NULL
+            says_all = "enum" in bound or bound in (_NULL, _STRING)
             schema["properties"][field] = bound if says_all else described | general.get(field, {}) | bound
         named[name] = narrowed(schema, _REQUIRED.get(struct, ())) | _VARIANTS.get(struct, {})
     found = [named.pop(str(schema["$ref"]).rpartition("/")[2]) for schema in references]
@@ -356,6 +356,7 @@ _OF_STRUCTS: dict[str, dict[str, Schema]] = {
     "Message": {"role": _one_of(*messages.ROLES)},
     "Thinking": {"type": _one_of("enabled", "adaptive", "disabled"), "budget_tokens": _span(1)},
     "Format": {"type": _one_of("json_schema"), "schema": _ANY_OBJECT},
+    "NameBody": {"model": _STRING},
     "ContextEdit": {"type": {"pattern": "^clear_thinking_"}, "keep": _one_of("all")},
 }
 # Fields that are neither left out nor null, by struct.

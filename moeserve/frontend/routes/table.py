@@ -18,15 +18,18 @@ from moeserve.frontend.dialects.chat import (
 )
 from moeserve.frontend.dialects.completions import CompletionBody
 from moeserve.frontend.dialects.messages import MessagesBody, error_body
+from moeserve.frontend.dialects.ollama import NameBody
+from moeserve.frontend.dialects.ollama import error_body as ollama_error_body
 from moeserve.frontend.dialects.responses import ConversationBody, ItemsBody, MetadataBody, ResponsesBody
 from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.pages import FILES, Pages
-from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, ROLES, TEXT, Role, Route
+from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, LINES, ROLES, TEXT, Role, Route
 from moeserve.frontend.routes.batches import BatchBody, BatchRoutes
 from moeserve.frontend.routes.cache import CacheRoutes
 from moeserve.frontend.routes.files import FileRoutes
 from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, WARM, GenerateRoute
+from moeserve.frontend.routes.ollama import OllamaRoutes
 from moeserve.frontend.routes.openapi import DescriptionRoutes
 from moeserve.frontend.routes.responses import ConversationRoutes, KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes.service import (
@@ -68,6 +71,7 @@ class Endpoints:
         self.live = LiveRoutes(services)
         self.description = DescriptionRoutes(services, ROUTES)
         self.pages = Pages()
+        self.ollama = OllamaRoutes(services)
 
 
 def _route(role: Role, call: str, summary: str, endpoint: Callable[[Endpoints], Any], **facts: Any) -> Route[Endpoints]:
@@ -77,6 +81,8 @@ def _route(role: Role, call: str, summary: str, endpoint: Callable[[Endpoints], 
 
 
 _public, _user, _metrics, _admin = (partial(_route, role) for role in ROLES)
+
+_ollama = partial(_user, error_body=ollama_error_body)
 
 _HELLO = [{"role": "user", "content": "Hello"}]
 _PREFIX = MESSAGE_FIELDS | {"prompt"}
@@ -224,6 +230,25 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         required=("tokens",),
         example={"tokens": [1, 2]},
     ),
+    _ollama("GET /api/version", "Tell the version of Ollama's API that is here", lambda e: e.ollama.version),
+    _ollama("GET /api/tags", "List the models that are served, for Ollama's clients", lambda e: e.ollama.tags),
+    _ollama("GET /api/ps", "List the models in memory, for Ollama's clients", lambda e: e.ollama.ps),
+    _ollama(
+        "POST /api/show",
+        "Describe a model, for Ollama's clients",
+        lambda e: e.ollama.show,
+        body=NameBody,
+        fields=frozenset({"model", "name"}),
+        example={},
+    ),
+    _ollama(
+        "POST /api/pull",
+        "Tell that a model is here, for Ollama's clients",
+        lambda e: e.ollama.pull,
+        body=NameBody,
+        example={},
+        media=(LINES,),
+    ),
     _public("GET /health", "Tell whether the HTTP process lives", lambda e: e.service.health, is_watch=True),
     _public("GET /ready", "Tell whether requests are admitted", lambda e: e.service.ready, is_watch=True),
     _metrics(
@@ -294,9 +319,9 @@ ROUTES: tuple[Route[Endpoints], ...] = (
     _public("GET /openapi.json", "Describe these routes", lambda e: e.description.openapi),
     _public(
         "GET /",
-        "List the routes; show the chat page to browsers",
+        "List the routes; show the chat page to browsers, tell Ollama's clients that a server is there",
         lambda e: e.pages.index(e.description.index),
-        media=(JSON, HTML),
+        media=(JSON, HTML, TEXT),
     ),
     *(
         _public(f"GET {path}", "A file of a page", lambda e: e.pages.file, is_file=True)
