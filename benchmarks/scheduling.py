@@ -17,7 +17,7 @@ from launcher.child import collect_seldom
 from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.plan import Chunk, ChunkResult, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduling.drafting import Drafting
-from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.pacing import Pace, Slo
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.settings.drafts import SpeculativeConfig
 from radix_cache import PUBLIC, PrefixCache
@@ -154,7 +154,7 @@ def adding_ms(num_waiting: int, num_shared: int) -> tuple[float, float]:
         max_num_batched_tokens=4096,
         max_num_queued_reqs=num_waiting + num_running,
         max_model_len=1024,
-        slo=Slo(2.0, None, 1e9),
+        pace=Pace(Slo(2.0, None, 1e9), 4096, num_running),
     )
     seconds = []
     for number in range(num_waiting + num_running):

@@ -136,6 +136,7 @@ class Asked:
 
     least_cached: float = 0.0  # the share of the prompt that must be cached for the request to be computed
     has_tools: bool = False  # the answer may call tools
+    offers_kv: bool = False  # the blocks of the prompt are to be held for another service
 
 
 NOTHING_ASKED = Asked()
@@ -199,7 +200,7 @@ class Request:
     `no_room`: what there was when it last could not run for lack of room, and `no_room_to_fill` when its blocks could
     not be read or fetched.
 
-    `offers_kv`: once it has ended the blocks of its prompt are held for another service, by the ticket `offered`.
+    `offered`: the ticket by which the blocks of its prompt are held for another service, once it has ended.
     `ticket`: its own blocks are to be fetched from another service; None once that has begun.
     """
 
@@ -238,7 +239,6 @@ class Request:
     no_room: Room | None = None
     no_room_to_fill: Room | None = None
     asked: Asked = NOTHING_ASKED
-    offers_kv: bool = False
     ticket: KvTicket | None = None
     offered: KvTicket | None = None
     is_always_plain: bool = field(init=False)

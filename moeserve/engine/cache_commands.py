@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from moeserve.scheduling.kv_transfer import KvTransfer
 from moeserve.scheduling.lower_tier import Hosted, LowerTier, TierCounters
 from moeserve.scheduling.overflow import Fate
 from moeserve.wire import FeatureSamples, pack_token_ids, unpack_token_ids
@@ -70,12 +69,10 @@ class CacheCommands:
         caches: Sequence[PrefixCache],
         lower: LowerTier | None = None,
         block_bytes: int = 0,
-        transfer: KvTransfer | None = None,
         hosted: Hosted | None = None,
     ) -> None:
-        """lower: None if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves
-        between services. hosted: blocks of a disk that are in the host's memory as well, None if none are."""
-        self._transfer = transfer
+        """lower: None if blocks are in memory alone. block_bytes: of KV, in memory. hosted: blocks of a disk
+        that are in the host's memory as well, None if none are."""
         self._hosted = hosted
         self._block_bytes = block_bytes
         self._caches = caches
@@ -130,8 +127,6 @@ class CacheCommands:
                 "moeserve_state_snapshots_used": [[sum(table.num_used for table in tables)]],
                 "moeserve_state_snapshots_evicted": [[sum(table.num_evicted for table in tables)]],
             }
-        if self._transfer is not None:
-            samples |= _transfer_samples(self._transfer, self._block_bytes)
         if self._lower is None:
             return samples
         of_tiers = self._tier_samples(self._lower)
@@ -273,16 +268,3 @@ def _add_host(samples: FeatureSamples, hosted: Hosted, counters: TierCounters) -
     hits, tokens = counters.hosted_hits, counters.hosted_hit_tokens
     samples["moeserve_kv_tier_hits"][1:] = [["host", hits], ["disk", counters.lower_hits - hits]]
     samples["moeserve_kv_tier_hit_tokens"][1:] = [["host", tokens], ["disk", counters.lower_hit_tokens - tokens]]
-
-
-def _transfer_samples(transfer: KvTransfer, block_bytes: int) -> FeatureSamples:
-    offers, counters = transfer.offers, transfer.fetches.counters
-    return {
-        "moeserve_kv_transfer_held_blocks": [[offers.num_held]],
-        "moeserve_kv_transfer_offers": [[offers.num_made]],
-        "moeserve_kv_transfer_expired": [[offers.num_expired]],
-        "moeserve_kv_transfer_tokens": [[counters.num_tokens]],
-        "moeserve_kv_transfer_bytes": [[counters.num_blocks * block_bytes]],
-        "moeserve_kv_transfer_seconds": [[round(counters.seconds, 6)]],
-        "moeserve_kv_transfer_failed": [[reason, count] for reason, count in sorted(counters.failures.items())],
-    }

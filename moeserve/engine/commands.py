@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -11,10 +11,7 @@ from typing import Generic, TypeVar
 from moeserve.engine.cache_commands import CacheCommandError, CacheCommands, Job
 from moeserve.engine.experts.monitor import FILE_COMMANDS, ExpertCommandError, ExpertMonitor, file_failure
 from moeserve.engine.file_writer import FileJob, FileWriter
-from moeserve.scheduling.kv_transfer import KvTransfer
-from moeserve.scheduling.lower_tier import Hosted, LowerTier
 from moeserve.wire import Control, ControlResult, FeatureSamples
-from radix_cache import PrefixCache
 
 MAX_WAITING_OF_KEY = 16  # commands of one key, from all HTTP processes together
 MAX_WAITING = 256  # commands of all keys; beyond it a key may have one
@@ -75,18 +72,12 @@ class Commands:
 
     def __init__(
         self,
-        caches: Sequence[PrefixCache],
+        cache_commands: CacheCommands,
         experts: ExpertMonitor | None,
         answer: Callable[[bytes, ControlResult], None],
-        lower: LowerTier | None = None,
-        block_bytes: int = 0,
-        transfer: KvTransfer | None = None,
-        hosted: Hosted | None = None,
     ) -> None:
-        """experts: None for a model without experts. answer: called once for each command, with its sender. lower: None
-        if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves between services.
-        hosted: see `Copier`."""
-        self._cache_commands = CacheCommands(caches, lower, block_bytes, transfer, hosted)
+        """experts: None for a model without experts. answer: called once for each command, with its sender."""
+        self._cache_commands = cache_commands
         self._experts = experts
         self._answer = answer
         self._queue: CommandQueue[_Command] = CommandQueue()

@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
+from moeserve.engine.cache_commands import CacheCommands
 from moeserve.engine.commands import Commands
 from moeserve.engine.crashes.suspects import Suspects
 from moeserve.engine.experts.monitor import ExpertMonitor
 from moeserve.engine.inbox import Inbox
-from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.socket import EngineSocket
 from moeserve.plan import Asked, CacheWish, FinishReason, Request
 from moeserve.scheduling.drafting import DraftCounters
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult, Hosted
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
 from moeserve.scheduling.parts import Part, overriding
 from moeserve.scheduling.scheduler import Scheduler
@@ -44,39 +43,16 @@ from moeserve.wire import (
     Turned,
     unpack_token_ids,
 )
-from radix_cache import PrefixCache, Tier
+from radix_cache import PrefixCache
 
 _IDLE_POLL_SECONDS = 0.25  # that an idle engine waits for a message before it looks after its ranks
 # The poll interval while a file is written, as its end wakes no thread.
 _WRITING_POLL_SECONDS = 0.02
-_COPY_SECONDS = 0.002  # between two looks for messages while all requests wait for copies
-_SEARCH_SECONDS = 0.001  # that the engine waits for a search of files
-_LAST_WRITES_SECONDS = 5.0  # seconds that an ending engine writes KV for at most
+_WAITING_POLL_SECONDS = 0.002  # between two looks for messages while all requests wait for KV
 _SECONDS_BETWEEN_STATS = 0.5
 _MAX_RETENTION_SECONDS = 31 * 86400.0
 
 log = structlog.get_logger(__name__)
-
-
-class Copier(Protocol):
-    """Carries out the copies between memory and the lower tier, of one rank or of several."""
-
-    @property
-    def hosted(self) -> Hosted | None:
-        """The blocks of a disk that are in the host's memory as well; None if none are kept there."""
-
-    @property
-    def is_busy(self) -> bool:
-        """True until the result of every job has been taken."""
-
-    def start(self, job: CopyJob) -> None:
-        """Begin a job; `take` returns its result."""
-
-    def take(self, seconds: float = 0.0) -> list[CopyResult]:
-        """Return the results since the last call. Wait up to `seconds` for the first."""
-
-    def close(self) -> None:
-        """End all threads after their present jobs, without a wait."""
 
 
 class Engine:
@@ -92,13 +68,12 @@ class Engine:
         suspects: Suspects,
         experts: ExpertMonitor | None = None,
         step_progress: Callable[[], int] = lambda: 0,
-        copier: Copier | None = None,
-        exchange: KvExchange | None = None,
         parts: Sequence[Part] = (),
+        cache_commands: CacheCommands | None = None,
     ) -> None:
         """steps: runs the plans of `scheduler`; `suspects` observes them. step_progress: returns a count that moves
-        within a long step too. copier: carries out the scheduler's copies up and down, if it has any.
-        exchange: None if no KV moves between services. parts: in their order, see `moeserve.scheduling.parts`."""
+        within a long step too. parts: in their order, see `moeserve.scheduling.parts`. cache_commands: None for those
+        of caches in memory alone."""
         self._socket = socket
         self._scheduler = scheduler
         self._steps = steps
@@ -107,15 +82,16 @@ class Engine:
         self._frontends: list[bytes] = []
         self._asked_by: dict[str, bytes] = {}
         self._inbox = Inbox(socket.receive)
-        block_bytes = ready.kv_bytes // ready.num_blocks
-        hosted = None if copier is None else copier.hosted
-        self._commands = Commands(caches, experts, self._send, scheduler.lower, block_bytes, scheduler.transfer, hosted)
+        self._commands = Commands(cache_commands or CacheCommands(caches), experts, self._send)
         self._stats = EngineStats(scheduler, caches)
         self._progress = 0
         self._step_progress = step_progress
-        self._copier = copier
-        self._tier = None if scheduler.lower is None else scheduler.lower.stored.tier
-        self._exchange = exchange
+        self._turn = overriding(parts, Part.turn)
+        self._wait = overriding(parts, Part.wait)
+        self._is_working = overriding(parts, Part.is_working)
+        self._found_below = overriding(parts, Part.found_below)
+        self._samples = overriding(parts, Part.samples)
+        self._close = overriding(parts, Part.close)
         self._turned = overriding(parts, Part.turned)
         self._end_turn = overriding(parts, Part.end_turn)
 
@@ -133,9 +109,8 @@ class Engine:
             started = time.monotonic()
             self._scheduler.set_time(started)
             self._drop_late()
-            if self._exchange is not None:
-                self._exchange.turn(self._scheduler)
-            self._exchange_copies()
+            for turn in self._turn:
+                turn()
             self._send_outputs(self._scheduler.end_declined())
             outputs = self._steps.advance()
             if outputs is not None:
@@ -146,13 +121,15 @@ class Engine:
                 self._stats.count_step(seconds)
                 self._scheduler.count_step(seconds)
             elif not self._scheduler.is_idle:
-                self._wait_for_blocks()
+                any(wait(_WAITING_POLL_SECONDS) for wait in self._wait)
             if self._stats.due():
                 self._send_stats()
             for end_turn in self._end_turn:
                 end_turn()
         self._commands.close()
-        self._finish_writes()
+        for close in self._close:
+            for _ in close():
+                self._progress += 1
 
     def heartbeat(self) -> Heartbeat:
         """Return the state for the heartbeat thread.
@@ -169,43 +146,8 @@ class Engine:
         if self._inbox or self._commands.is_waiting:
             return
         self._send_stats()
-        is_writing = self._commands.is_writing or (self._copier is not None and self._copier.is_busy)
+        is_writing = self._commands.is_writing or any(is_working() for is_working in self._is_working)
         self._socket.wait(_WRITING_POLL_SECONDS if is_writing else _IDLE_POLL_SECONDS)
-
-    def _wait_for_blocks(self) -> None:
-        """Wait a moment for blocks, since every open request waits for some."""
-        if self._exchange is not None and self._scheduler.waiting.has_fetches:
-            self._exchange.turn(self._scheduler, _COPY_SECONDS)
-        else:
-            self._exchange_copies(_COPY_SECONDS)
-
-    def _exchange_copies(self, seconds: float = 0.0) -> None:
-        """Hand new copies to the copier, and ended copies to the scheduler. Wait for one up to `seconds`."""
-        if self._copier is None:
-            return
-        for result in self._copier.take(seconds):
-            self._scheduler.waiting.end_copy(result, time.time())
-        jobs = self._scheduler.waiting.take_copies(time.time())
-        for job in jobs:
-            self._copier.start(job)
-        if any(job.sought is not None for job in jobs):
-            # Files are found at once unless the disk hangs: their requests should not wait for a whole step.
-            for result in self._copier.take(_SEARCH_SECONDS):
-                self._scheduler.waiting.end_copy(result, time.time())
-            for job in self._scheduler.waiting.take_copies(time.time()):
-                self._copier.start(job)
-
-    def _finish_writes(self) -> None:
-        """Wait a moment until the computed blocks are on disk, if there is one, and end the copier."""
-        if self._copier is None:
-            return
-        end = time.monotonic() + _LAST_WRITES_SECONDS
-        while self._tier is Tier.DISK:
-            self._exchange_copies(_COPY_SECONDS)
-            if not self._copier.is_busy or time.monotonic() > end:
-                break
-            self._progress += 1
-        self._copier.close()
 
     def _handle(self, sender: bytes, message: Any) -> None:
         match message:
@@ -282,8 +224,7 @@ class Engine:
             resumes=message.resumes,
             budget=message.thought,
             earlier_output=output,
-            asked=Asked(message.cache_hit_threshold, message.has_tools),
-            offers_kv=message.offers_kv,
+            asked=Asked(message.cache_hit_threshold, message.has_tools, message.offers_kv),
             ticket=message.ticket,
             beam_params=message.beams,
             predicted=predicted,
@@ -313,15 +254,24 @@ class Engine:
         for output in outputs:
             request_id = output.request.request_id
             receiver = self._asked_by[request_id]
-            of_frontend.setdefault(receiver, []).append(_to_message(output, self._tier))
+            of_frontend.setdefault(receiver, []).append(_to_message(output, self._tier_tokens(output.request)))
             if output.finish_reason is not None:
                 del self._asked_by[request_id]
                 self._stats.count_end(output.request)
         for receiver, messages in of_frontend.items():
             self._send(receiver, Outputs(messages))
 
+    def _tier_tokens(self, request: Request) -> tuple[int, int] | None:
+        if not self._found_below:
+            return None
+        found = (found_below(request) for found_below in self._found_below)
+        return next((tokens for tokens in found if tokens is not None), None)
+
     def _send_stats(self) -> None:
-        stats = self._stats.snapshot(self._steps.step, self._commands.samples())
+        samples = self._commands.samples()
+        for of_part in self._samples:
+            samples |= of_part()
+        stats = self._stats.snapshot(self._steps.step, samples)
         for frontend in list(self._frontends):
             self._send(frontend, stats)
             # Frontends observe queue times and count together, so each time goes to only one of them.
@@ -339,13 +289,9 @@ class Engine:
                 self._stats.count_end(ended.request)
 
 
-def _to_message(output: RequestOutput, tier: Tier | None) -> Output:
-    """Return the message to a frontend. tier: below memory, None for none."""
-    request, tier_tokens = output.request, None
-    if tier is not None and request.num_lower_tokens is not None:
-        found = request.num_lower_tokens
-        in_host = found if tier is Tier.HOST else request.num_hosted_tokens
-        tier_tokens = (in_host, found - in_host)
+def _to_message(output: RequestOutput, tier_tokens: tuple[int, int] | None) -> Output:
+    """Return the message to a frontend. tier_tokens: see `Output`."""
+    request = output.request
     is_terminal = output.finish_reason is not None
     return Output(
         request.request_id,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget, step_budget
-from moeserve.kv_transfer import TicketOffice
 from moeserve.scheduling.cold_requests import ColdRequests
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.lower_tier import num_kept_free
-from moeserve.scheduling.overflow import Overflow
-from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.pacing import Pace, service_slo
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
@@ -53,9 +51,20 @@ def build_caches(
     ]
 
 
-def build_parts(caches: Sequence[PrefixCache], suspects_until: Callable[[str], int]) -> list[Part]:
-    """Return the parts of every service, in their order. suspects_until: see `Trial`."""
-    return [ColdRequests(), Trial(suspects_until), ToolWaits(caches)]
+def build_pace(config: ServeConfig, device: str, warm_up: Sequence[tuple[int, float]]) -> Pace:
+    """Return the pace of a service's steps. warm_up: tokens and seconds of steps before the first request."""
+    budget = step_budget(config, device)
+    return Pace(service_slo(config), budget, config.max_num_seqs, config.expert_parallel_size, warm_up)
+
+
+def build_parts(
+    caches: Sequence[PrefixCache], suspects_until: Callable[[str], int], sources: Sequence[Part] = ()
+) -> list[Part]:
+    """Return the parts of a service's scheduler, in their order.
+
+    suspects_until: see `Trial`. sources: of KV beside memory, other services before the tier below memory.
+    """
+    return [ColdRequests(), *sources, Trial(suspects_until), ToolWaits(caches)]
 
 
 def build_scheduler(
@@ -66,16 +75,13 @@ def build_scheduler(
     *,
     depth: int = 0,
     rope_switch: int | None = None,
-    slo: Slo | None = None,
-    office: TicketOffice | None = None,
-    warm_up: Sequence[tuple[int, float]] = (),
-    kv_read_s: Mapping[bool, float] | None = None,
+    pace: Pace | None = None,
     parts: Sequence[Part] = (),
 ) -> Scheduler:
     """Return the scheduler over the caches of all ranks. Raise ConfigError for contradicting limits.
 
-    depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
-    `Scheduler.set_time`. office, warm_up, kv_read_s, parts: see `Scheduler`.
+    depth: see `Steps`. rope_switch: see `moeserve.model.rope`. pace: see `Scheduler`; it then needs
+    `Scheduler.set_time`. parts: see `Scheduler`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -89,13 +95,9 @@ def build_scheduler(
         max_model_len=kv.max_model_len,
         run_ahead=depth > 0,
         states=StatePolicy(num_slots) if num_slots else None,
-        slo=slo,
+        pace=pace,
         rope_switch=rope_switch,
         drafting=_drafting(config, has_states=num_slots > 0, run_ahead=depth > 0),
-        overflow=Overflow(config.kv_overflow),
-        office=office,
-        warm_up=warm_up,
-        kv_read_s=kv_read_s,
         parts=parts,
     )
 

@@ -19,19 +19,21 @@ from experts.errors import ExpertStoreError
 from kernels.cpu.library import native_kernels_absence
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import LoadedRank, load_rank
+from moeserve.engine.cache_commands import CacheCommands
 from moeserve.engine.containment import ContainingExecutor
 from moeserve.engine.crashes.suspects import Suspects, open_suspects
 from moeserve.engine.doctor import summary
 from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
 from moeserve.engine.fingerprint import fingerprint_of
+from moeserve.engine.kv_copies import Copier, KvCopies
 from moeserve.engine.kv_disk.opening import KvDisk, open_kv_disk
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
 from moeserve.engine.kv_host import HostCopier, HostedBlocks, KvHost, disk_copier, open_hosted, open_kv_host
-from moeserve.engine.kv_transfer.exchange import KvExchange
-from moeserve.engine.loop import Copier, Engine
+from moeserve.engine.kv_transfer.exchange import KvExchange, KvLinks
+from moeserve.engine.loop import Engine
 from moeserve.engine.memory_plan import ModelPlan, plan_model
-from moeserve.engine.planner import build_caches, build_parts, build_scheduler
+from moeserve.engine.planner import build_caches, build_pace, build_parts, build_scheduler
 from moeserve.engine.rank import Rank, ServedModel
 from moeserve.engine.ranks.copies import RankCopies
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
@@ -39,7 +41,9 @@ from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ANSWER_TOKENS, demo_named
 from moeserve.model.families import GenerationDefaults
 from moeserve.model.spec import ModelError, ModelSpec
-from moeserve.scheduling.pacing import service_slo
+from moeserve.scheduling.lower_tier import LowerTier
+from moeserve.scheduling.overflow import Overflow
+from moeserve.scheduling.pacing import Pace
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
@@ -169,14 +173,19 @@ def serve(
     has_both = config.kv_host_memory is not None and config.kv_disk_path is not None
     hosted = open_hosted(config, rank) if has_both else None
     kv_events = parse_kv_events(config.kv_events_config)
-    exchange = None if config.kv_transfer_config is None else KvExchange(context, rank, config.kv_transfer_config)
     stored = None if lower is None else lower.stored
     caches = build_caches(config, model.kv, model.device, stored=stored, tells_facts=kv_events.is_on)
-    parts = build_parts(caches, suspects.until)
-    scheduler = _build_scheduler(config, rank, caches, lower, exchange, parts)
+    pace = build_pace(config, model.device, rank.warm_up)
+    links = _open_links(context, rank, caches[0], pace)
+    tier = None if lower is None else LowerTier(caches, pace, Overflow(config.kv_overflow), lower.read_s)
+    parts = build_parts(caches, suspects.until, _kv_parts(links, tier))
+    switch = model.rope_switch
+    scheduler = build_scheduler(
+        config, model.kv, caches, model.device, depth=rank.depth, rope_switch=switch, pace=pace, parts=parts
+    )
     with ExitStack() as ends:
-        if exchange is not None:
-            ends.callback(exchange.close)
+        if links is not None:
+            ends.callback(links.close)
         sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ends.callback(sockets.term)
         socket = ends.enter_context(closing(EngineSocket(sockets, context.engine_address, context.incarnation)))
@@ -186,16 +195,18 @@ def serve(
         events = _start_events(kv_events, caches, sockets, ends) if kv_events.is_on else None
         drafts, event_sources = scheduler.draft_counters is not None, [] if events is None else events.sources
         ready = _ready(context, rank, caches[0], event_sources, drafts=drafts)
-        parts = parts if events is None else [*parts, events]
         steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
         monitor = _monitor(context, model.spec, recording, sources)
         copier = None if lower is None else _start_copier(lower, rank, hosted, copies, executor)
+        parts += _moves(links, tier, copier, scheduler)
+        block_bytes, in_host = model.kv_bytes // model.kv.num_blocks, None if copier is None else copier.hosted
+        commands = CacheCommands(caches, tier, block_bytes, in_host)
+        if events is not None:
+            parts.append(events)
         progress = rank.progress.count
-        engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, exchange, parts)
+        engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, parts, commands)
         if recording is not None:
             ends.callback(_save, recording)
-        if exchange is not None:
-            exchange.serve(scheduler)
         heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
         heartbeat.start()
         ends.callback(heartbeat.stop)
@@ -204,28 +215,26 @@ def serve(
         engine.run(stop)
 
 
-def _build_scheduler(
-    config: ServeConfig,
-    rank: Rank,
-    caches: Sequence[PrefixCache],
-    lower: KvDisk | KvHost | None,
-    exchange: KvExchange | None,
-    parts: Sequence[Part],
-) -> Scheduler:
-    model = rank.model
-    return build_scheduler(
-        config,
-        model.kv,
-        caches,
-        model.device,
-        depth=rank.depth,
-        rope_switch=model.rope_switch,
-        slo=service_slo(config),
-        office=None if exchange is None else exchange.office,
-        warm_up=rank.warm_up,
-        kv_read_s=None if lower is None else lower.read_s,
-        parts=parts,
-    )
+def _kv_parts(links: KvLinks | None, tier: LowerTier | None) -> list[Part]:
+    """Return the scheduler's parts for KV beside memory, in their order."""
+    parts: list[Part] = [] if links is None else [links.fetches, links.offers]
+    return parts if tier is None else [*parts, tier]
+
+
+def _open_links(context: RunContext, rank: Rank, cache: PrefixCache, pace: Pace) -> KvLinks | None:
+    """Open the exchange of KV with other services, if there is to be one. Raise ConfigError."""
+    setting = context.config.kv_transfer_config
+    return None if setting is None else KvLinks(context, rank, setting, cache, pace.compute_s)
+
+
+def _moves(
+    links: KvLinks | None, tier: LowerTier | None, copier: Copier | None, scheduler: Scheduler
+) -> Iterator[Part]:
+    """Yield the engine's parts that move KV, in their order. copier: of the tier."""
+    if links is not None:
+        yield KvExchange(links, scheduler)
+    if tier is not None and copier is not None:
+        yield KvCopies(tier, copier, scheduler.waiting)
 
 
 def _open_lower(context: RunContext, rank: Rank) -> KvDisk | KvHost | None:

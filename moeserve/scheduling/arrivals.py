@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from moeserve.plan import Request
+from moeserve.scheduling.parts import Part
+from moeserve.scheduling.request_memory import RankLoads
 from radix_cache import Fill
 
 LEAST_WAIT_SECONDS = 5.0  # that requests wait for blocks, and for a search of files, at most
@@ -31,6 +33,7 @@ class Job:
 
 
 J = TypeVar("J", bound=Job)
+R = TypeVar("R")
 
 
 @dataclass(eq=False, slots=True)
@@ -121,3 +124,49 @@ def _give_up(arrival: Arrival[J]) -> None:
     arrival.job.is_cancelled = True
     if arrival.fill is not None:
         arrival.fill.release()
+
+
+class Source(Part, Generic[J, R]):
+    """KV that comes from elsewhere by jobs of threads, with results of type R. `arrivals`: what is on its way."""
+
+    def __init__(self) -> None:
+        self.arrivals: Arrivals[J] = Arrivals()
+
+    def num_found(self, request: Request) -> int:
+        """Count the request's leading tokens that are in memory or there, as far as is known."""
+        raise NotImplementedError
+
+    def is_looked_for(self, request: Request) -> bool:
+        """Return whether more of the request's tokens may be found."""
+        raise NotImplementedError
+
+    def concerns(self, request: Request) -> bool:
+        """Return whether the request may have KV there."""
+        return True
+
+    def seek(self, request: Request, now: float) -> bool:
+        """Return whether a request of the queue waits, from now on, until its KV has been looked for."""
+        return False
+
+    def look_up(self, request: Request, now: float, loads: RankLoads, num_running: int) -> bool:
+        """Return whether a request of the queue waits, from now on, until its KV has come.
+
+        It is then to leave the queue until `end` or `take_overdue` returns it. now: on the scheduler's clock. loads: of
+        the `num_running` running requests, beside which the request has to fit.
+        """
+        raise NotImplementedError
+
+    def count_found(self, request: Request, num_beyond: int) -> None:
+        """Receive a request that ends uncomputed, for which `num_beyond` tokens were found that memory lacks."""
+
+    def take_overdue(self, now: float) -> list[Request]:
+        """Return the requests that have waited too long; they are to be computed."""
+        raise NotImplementedError
+
+    def take_jobs(self, now: float, num_running: int) -> list[J]:
+        """Return the jobs that are to begin. now: in seconds since the epoch. num_running: requests."""
+        raise NotImplementedError
+
+    def end(self, result: R, now: float) -> list[Request]:
+        """Receive the end of a job. Return the requests that go back to the queue."""
+        raise NotImplementedError

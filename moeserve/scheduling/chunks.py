@@ -160,4 +160,5 @@ class Chunks:
 
     def _record_planned(self, request: Request, num_tokens: int) -> None:
         self._tenants.charge(request, num_tokens)
-        self._parts.record_planned(request.leader or request)
+        if self._parts.watched:
+            self._parts.record_planned(request.leader or request)

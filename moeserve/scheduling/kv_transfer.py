@@ -14,8 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from moeserve.kv_transfer import KvTicket, TicketOffice
-from moeserve.plan import Request
-from moeserve.scheduling.arrivals import Arrival, Arrivals, Job, longest_wait_s
+from moeserve.plan import FinishReason, Request
+from moeserve.scheduling.arrivals import Arrival, Job, Source, longest_wait_s
+from moeserve.scheduling.parts import Part
+from moeserve.scheduling.request_memory import RankLoads
 from radix_cache import BlockCopy, Lease, PrefixCache, account_of, begin_fill, is_still_full
 
 _MOST_HELD = 0.5  # share of all blocks; tickets beyond it end leases of the account that holds most for its weight
@@ -30,7 +32,7 @@ class _Offer:
     deadline: float
 
 
-class KvOffers:
+class KvOffers(Part):
     """The prompts whose blocks are held for other services, by the number of their ticket."""
 
     def __init__(self, cache: PrefixCache, office: TicketOffice) -> None:
@@ -38,6 +40,7 @@ class KvOffers:
         self._office = office
         self._offers: OrderedDict[str, _Offer] = OrderedDict()  # by their deadlines
         self._held: dict[str, Counter[int]] = {}  # by account: the number of its tickets that hold each block
+        self._now = 0.0
         self._most_held = int(_MOST_HELD * cache.num_blocks)
         self.num_made = 0
         self.num_expired = 0
@@ -46,6 +49,18 @@ class KvOffers:
     def num_held(self) -> int:
         """The number of blocks that are held."""
         return len(set[int]().union(*self._held.values()))
+
+    def set_time(self, now: float) -> None:
+        self._now = now
+
+    def left(self, request: Request, reason: FinishReason) -> None:
+        """Hold the prompt of a request that is complete, if another service is to have it."""
+        is_complete = request.lease is not None and reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if request.asked.offers_kv and is_complete:
+            request.offered = self.make(request, self._now)
+
+    def num_held_blocks(self) -> int:
+        return self.num_held
 
     def blocks(self, ticket_id: str) -> Sequence[int] | None:
         """Return the blocks of a ticket, None if they are not held any more. Any thread may call it.
@@ -146,15 +161,15 @@ class FetchCounters:
     failures: Counter[str] = field(default_factory=Counter)
 
 
-class KvFetches:
+class KvFetches(Source[FetchJob, FetchResult]):
     """The requests that wait until blocks of their prompts have been fetched from other services."""
 
     def __init__(self, cache: PrefixCache, office: TicketOffice, compute_s: Callable[[int, int], float]) -> None:
-        """compute_s: see `LowerTier`."""
+        """compute_s: returns the seconds that computing tokens takes, from one position to another."""
+        super().__init__()
         self._cache = cache
         self._office = office
         self._compute_s = compute_s
-        self.arrivals: Arrivals[FetchJob] = Arrivals()
         self._coming: dict[str, Arrival[FetchJob]] = {}  # by the number of the ticket
         self._returns: list[FetchJob] = []
         self.counters = FetchCounters()
@@ -176,15 +191,24 @@ class KvFetches:
         ticket = request.ticket
         return 0 if ticket is None else min(ticket.num_blocks * self._cache.block_size, len(request.token_ids) - 1)
 
-    def look_up(self, request: Request, now: float, num_spoken_for: int) -> bool:
+    def num_found(self, request: Request) -> int:
+        return self.num_held(request)
+
+    def is_looked_for(self, request: Request) -> bool:
+        return request in self.arrivals.waiting
+
+    def concerns(self, request: Request) -> bool:
+        return request.ticket is not None
+
+    def look_up(self, request: Request, now: float, loads: RankLoads, num_running: int) -> bool:
         """Return whether a request of the queue waits, from now on, until the blocks of its ticket have been fetched.
 
-        It is then to leave the queue until `end` or `take_overdue` returns it. now: on the scheduler's clock.
-        num_spoken_for: blocks that running requests will need, beside which the request has to fit.
+        See `Source` for the arguments.
         """
         ticket = request.ticket
         if ticket is None:
             return False
+        num_spoken_for = loads.num_spoken_for(request)
         fetch = self._coming.get(ticket.request_id)
         if fetch is None:
             room = self._cache.room(num_spoken_for)
@@ -202,7 +226,7 @@ class KvFetches:
         self.arrivals.wait(request, fetch)
         return True
 
-    def forgo(self, request: Request) -> None:
+    def started(self, request: Request) -> None:
         """Record that a request is computed; if it has its ticket still, its blocks found no memory before."""
         if request.ticket is not None:
             self.counters.failures["memory"] += 1
@@ -215,12 +239,11 @@ class KvFetches:
             self.counters.failures["timeout"] += num_late
         return overdue
 
-    def take_jobs(self) -> list[FetchJob]:
+    def take_jobs(self, now: float, num_running: int) -> list[FetchJob]:
         jobs, self._returns = self._returns + self.arrivals.take_jobs(), []
         return jobs
 
-    def end(self, result: FetchResult) -> list[Request]:
-        """Receive the end of a job. Return the requests that go back to the queue."""
+    def end(self, result: FetchResult, now: float) -> list[Request]:
         job, counters = result.job, self.counters
         if not job.copies:
             return []
@@ -240,6 +263,9 @@ class KvFetches:
         size = self._cache.block_size
         return self.num_held(request) // size * size - self._cache.peek(request.token_ids, request.namespace)
 
+    def left(self, request: Request, reason: FinishReason) -> None:
+        self.give_back(request)
+
     def give_back(self, request: Request) -> None:
         """End the lease of a request's ticket, if it has one still: the other service need not hold the blocks."""
         ticket, request.ticket = request.ticket, None
@@ -257,11 +283,3 @@ class KvFetches:
         fetch = self.arrivals.begin(FetchJob(ticket, fill.first, fill.copies), deadline, fill)
         self._coming[ticket.request_id] = fetch
         return fetch
-
-
-class KvTransfer:
-    """Both sides of the transfer of KV between services."""
-
-    def __init__(self, cache: PrefixCache, office: TicketOffice, compute_s: Callable[[int, int], float]) -> None:
-        self.offers = KvOffers(cache, office)
-        self.fetches = KvFetches(cache, office, compute_s)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moeserve.plan import Request
-from moeserve.scheduling.arrivals import LEAST_WAIT_SECONDS, Arrival, Arrivals, Job, longest_wait_s
+from moeserve.scheduling.arrivals import LEAST_WAIT_SECONDS, Arrival, Job, Source, longest_wait_s
 from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, fate_of
 from moeserve.scheduling.pacing import Pace
+from moeserve.scheduling.request_memory import RankLoads
 from radix_cache import (
     BlockCopy,
     Chores,
@@ -130,7 +131,7 @@ class TierCounters:
     fates: Counter[Fate] = field(default_factory=Counter)
 
 
-class LowerTier:
+class LowerTier(Source[CopyJob, CopyResult]):
     """Moves blocks between the caches of all ranks and the tier below: any rank can read what another one has
     written."""
 
@@ -139,16 +140,16 @@ class LowerTier:
         caches: Sequence[PrefixCache],
         pace: Pace,
         overflow: Overflow,
-        read_s: Mapping[bool, float] | None,
+        read_s: Mapping[bool, float] | None = None,
     ) -> None:
         """caches: by rank, with the same `stored`. pace: knows the seconds of steps. overflow: the fate of preempted
         requests. read_s: a first guess of the seconds per block that is read, by `CopyJob.is_gentle`."""
+        super().__init__()
         self._caches, self._trees = caches, [cache.lower for cache in caches if cache.lower is not None]
         self._stored = self._trees[0].stored
         self._block_size = caches[0].block_size
         self._pace = pace
         self._overflow = overflow
-        self.arrivals: Arrivals[CopyJob] = Arrivals()
         # By the rank and the name of each block that is being read.
         self._coming: dict[tuple[int, bytes], Arrival[CopyJob]] = {}
         # The ranks whose blocks are being written.
@@ -163,7 +164,11 @@ class LowerTier:
     def stored(self) -> StoredBlocks:
         return self._stored
 
-    def num_stored(self, request: Request) -> int:
+    def enter(self, request: Request) -> bool:
+        request.num_lower_tokens = 0
+        return False
+
+    def num_found(self, request: Request) -> int:
         """Count the request's leading tokens that are in a rank's memory or in the lower tier."""
         tokens, namespace, names, size = request.token_ids, request.namespace, request.prefix_names, self._block_size
         return size * max(
@@ -171,7 +176,7 @@ class LowerTier:
             for cache, tree in zip(self._caches, self._trees, strict=True)
         )
 
-    def seeks(self, request: Request) -> bool:
+    def is_looked_for(self, request: Request) -> bool:
         """Return whether a request waits until files of its prefix have been looked for."""
         arrival = self.arrivals.find(request)
         return arrival is not None and arrival.fill is None
@@ -192,8 +197,8 @@ class LowerTier:
         self.arrivals.wait(request, self.arrivals.begin(CopyJob((), sought=sought), now + LEAST_WAIT_SECONDS))
         return True
 
-    def preempt(self, request: Request, num_running: int) -> None:
-        """Decide what becomes of the KV of a request that is about to lose its lease. num_running: other requests."""
+    def preempted(self, request: Request, num_running: int) -> None:
+        """Decide what becomes of the KV of a request that is about to lose its lease."""
         assert request.lease is not None
         cache, size = self._caches[request.rank], self._block_size
         num_blocks = request.lease.num_published_tokens // size
@@ -208,16 +213,23 @@ class LowerTier:
             self._trees[request.rank].hurry(unwritten)
         request.is_looked_up, request.num_restores = self._overflow is Overflow.RECOMPUTE, 0
 
-    def look_up(self, request: Request, now: float, num_spoken_for: int, num_running: int) -> bool:
+    def found_below(self, request: Request) -> tuple[int, int]:
+        found = request.num_lower_tokens or 0
+        in_host = found if self._stored.tier is Tier.HOST else request.num_hosted_tokens
+        return in_host, found - in_host
+
+    def count_found(self, request: Request, num_beyond: int) -> None:
+        request.num_lower_tokens = num_beyond
+
+    def look_up(self, request: Request, now: float, loads: RankLoads, num_running: int) -> bool:
         """Return whether a request of the queue waits, from now on, until its prefix has been read.
 
-        It is then to leave the queue until `end` or `take_overdue` returns it. It is read for the rank that the request
-        names. now: on the scheduler's clock. num_spoken_for: blocks of the rank that the `num_running` running requests
-        will need, beside which the request has to fit.
+        It is read for the rank that would be the request's now. See `Source` for the arguments.
         """
+        request.rank = loads.preferred_ranks(request)[0]
         if request.is_looked_up or request.wants_prompt_logprobs:
             return False
-        cache, size = self._caches[request.rank], self._block_size
+        cache, size, num_spoken_for = self._caches[request.rank], self._block_size, loads.num_spoken_for(request)
         room = cache.room(num_spoken_for)
         if is_still_full(room, request.no_room_to_fill):
             return False
@@ -311,7 +323,7 @@ class LowerTier:
             self._record_found(request, fill, job.rank, num_filled, sum(result.hosted[fill.num_beside :]))
         return requests
 
-    def count_hit(self, request: Request, num_tokens: int) -> None:
+    def hit(self, request: Request, num_tokens: int) -> None:
         """Count a hit of `num_tokens`, the last ones that a request has computed, by where they were found."""
         rank, start, stop, hosted = request.restored
         last = request.num_computed_tokens

@@ -1,13 +1,14 @@
 """Parts: optional features beside the spine of scheduler and engine, which call them and know none by name.
 
 A part keeps its own state by request id. Parts are called in the order of the list that scheduler and engine are given:
-first those that refuse or end requests, then those that hold requests back, then those that follow what became of them.
-So no part acts for a request that a part before it has refused. Whoever overrides no hook is not called for it.
+first those that end requests, then sources of KV (other services before the tier below memory), then those that hold
+requests back, then those that follow what became of them, last the engine's. Of several parts with waiting requests the
+first one gets the engine's wait. A part that does not override a hook is not called for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -29,6 +30,12 @@ class Prefixes(Protocol):
 
 class Part:
     """A feature of scheduler and engine. Every method does nothing; a part overrides the ones that it needs."""
+
+    def set_time(self, now: float) -> None:
+        """Receive the time on the scheduler's clock."""
+
+    def check(self, request: Request) -> None:
+        """Look at a new request that may yet be refused."""
 
     def enter(self, request: Request) -> bool:
         """Take in a new request. Return whether the part watches it: is asked and told about each of its chunks."""
@@ -59,8 +66,47 @@ class Part:
         """Return whether blocks may be read for a waiting request."""
         return True
 
+    def started(self, request: Request) -> None:
+        """Receive a request that runs now."""
+
+    def hit(self, request: Request, num_tokens: int) -> None:
+        """Receive a hit of `num_tokens`, the last ones that a running request has computed."""
+
+    def preempted(self, request: Request, num_running: int) -> None:
+        """Receive a request that is about to lose its lease. num_running: the requests beside it."""
+
     def left(self, request: Request, reason: FinishReason) -> None:
-        """Forget a request that has ended. Its memory is still there."""
+        """Forget a request that has ended. One that ran has its lease still."""
+
+    def num_held_blocks(self) -> int:
+        """Return the number of blocks that the part holds for no request."""
+        return 0
+
+    def turn(self) -> None:
+        """Do the part's work of a turn of the engine's loop, before its step is planned."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for what requests wait for here, and do the work of a turn. Return False, at once, if none waits.
+
+        Called while every open request waits for something.
+        """
+        return False
+
+    def is_working(self) -> bool:
+        """Return whether an idle engine has to come back to the part soon."""
+        return False
+
+    def found_below(self, request: Request) -> tuple[int, int] | None:
+        """Return how many of the request's cached tokens were in the host's memory, and on disk; None if not known."""
+        return None
+
+    def samples(self) -> Mapping[str, list[list[str | int | float]]]:
+        """Return figures for metrics."""
+        return {}
+
+    def close(self) -> Iterator[None]:
+        """Do the part's last work, in slices, and end its threads."""
+        return iter(())
 
     def turned(self, request_id: str) -> None:
         """Receive the id of an ended request whose answer calls tools."""
@@ -79,7 +125,8 @@ def overriding(parts: Iterable[Part], hook: Callable[Concatenate[Part, P], T]) -
 class Parts:
     """The parts of a scheduler, by hook.
 
-    `watched`: by the id of each request that parts watch, these parts.
+    `watched`: by the id of each request that parts watch, these parts. `set_time` to `preempted` are the hooks of these
+    names.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -89,7 +136,13 @@ class Parts:
         self._declined = overriding(parts, Part.declined)
         self._sought_first = overriding(parts, Part.sought_first)
         self._is_worth_reading = overriding(parts, Part.is_worth_reading)
+        self.set_time = overriding(parts, Part.set_time)
+        self.check = overriding(parts, Part.check)
+        self.started = overriding(parts, Part.started)
+        self.hit = overriding(parts, Part.hit)
+        self.preempted = overriding(parts, Part.preempted)
         self._left = overriding(parts, Part.left)
+        self._num_held_blocks = overriding(parts, Part.num_held_blocks)
 
     def enter(self, request: Request) -> None:
         if watching := tuple([part for part in self._entering if part.enter(request)]):
@@ -123,3 +176,6 @@ class Parts:
         self.watched.pop(request.request_id, None)
         for left in self._left:
             left(request, reason)
+
+    def num_held_blocks(self) -> int:
+        return sum(num_held() for num_held in self._num_held_blocks)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from moeserve.plan import Request
 from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.fair_queue import Tenants
-from moeserve.scheduling.lower_tier import LowerTier
 from moeserve.scheduling.outcomes import SchedulerCounters
+from moeserve.scheduling.parts import Parts
 from moeserve.scheduling.request_memory import RequestMemory
 from moeserve.scheduling.sharing import Sharing
 from moeserve.scheduling.waiting_room import WaitingRoom
@@ -28,10 +28,10 @@ class Running:
         sharing: Sharing,
         memories: Sequence[RequestMemory],
         beams: Beams,
-        lower: LowerTier | None,
+        parts: Parts,
         counters: SchedulerCounters,
     ) -> None:
-        """requests: an empty list, which `waiting` reads. memories: by rank. lower: None if blocks are in memory alone.
+        """requests: an empty list, which `waiting` reads. memories: by rank.
         counters: get the preemptions."""
         self.requests = requests
         self.num_taken = 0
@@ -40,7 +40,7 @@ class Running:
         self._sharing = sharing
         self._memories = memories
         self._beams = beams
-        self._lower = lower
+        self._parts = parts
         self._counters = counters
 
     def start(self, request: Request) -> None:
@@ -60,8 +60,8 @@ class Running:
     def preempt(self, request: Request) -> None:
         """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
         self.leave(request)
-        if self._lower is not None:
-            self._lower.preempt(request, len(self.requests))
+        for preempted in self._parts.preempted:
+            preempted(request, len(self.requests))
         self._memories[request.rank].detach(request)
         if request.beam_params is not None:
             self._beams.detach(request)

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice, takewhile
 
-from moeserve.kv_transfer import TicketOffice
 from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, StepPlan, StepResult
+from moeserve.scheduling.arrivals import Source
 from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.chunks import Chunks
 from moeserve.scheduling.drafting import DraftCounters, Drafting, DraftRoom
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants
-from moeserve.scheduling.kv_transfer import KvTransfer
-from moeserve.scheduling.lower_tier import LowerTier
 from moeserve.scheduling.open_prompts import OpenPrompts, ScheduledPrompts
 from moeserve.scheduling.outcomes import (
     NeverFitsError,
@@ -30,8 +28,7 @@ from moeserve.scheduling.outcomes import (
     TooLateError,
     append_sampled,
 )
-from moeserve.scheduling.overflow import Overflow
-from moeserve.scheduling.pacing import Load, Pace, Slo
+from moeserve.scheduling.pacing import Load, Pace
 from moeserve.scheduling.parts import Part, Parts
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import AdmissionOutcome, RankLoads, RequestMemory
@@ -68,21 +65,14 @@ class Scheduler:
         max_model_len: int,
         run_ahead: bool = False,
         states: StatePolicy | None = None,
-        slo: Slo | None = None,
+        pace: Pace | None = None,
         rope_switch: int | None = None,
         drafting: Drafting | None = None,
-        overflow: Overflow = Overflow.AUTO,
-        office: TicketOffice | None = None,
-        warm_up: Sequence[tuple[int, float]] = (),
-        kv_read_s: Mapping[bool, float] | None = None,
         parts: Sequence[Part] = (),
     ) -> None:
-        """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
-        of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no
-        draft tokens. overflow: of the KV of preempted requests, where there is a lower tier. office: of the tickets for
-        KV that the only rank holds for other services, or fetches from them; None for neither. warm_up: tokens and
-        seconds of steps that computed one prompt each before the first request. kv_read_s: see `LowerTier`. parts: in
-        their order, see `moeserve.scheduling.parts`."""
+        """states: None for models without recurrent states. rope_switch: the number of tokens beyond which all keys of
+        a request get other angles (`moeserve.model.rope`). drafting: None for no draft tokens. pace: None bounds no
+        wait by time. parts: in their order, see `moeserve.scheduling.parts`."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -93,10 +83,7 @@ class Scheduler:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
         self._run_ahead = run_ahead
-        self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches), warm_up)
-        # None where blocks are in memory alone.
-        self.lower = None if caches[0].lower is None else LowerTier(caches, self._pace, overflow, kv_read_s)
-        self.transfer = None if office is None else KvTransfer(caches[0], office, self._pace.compute_s)
+        self._pace = pace or Pace(None, max_num_batched_tokens, max_num_seqs, len(caches))
         self._memories = [
             RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches
         ]
@@ -109,16 +96,14 @@ class Scheduler:
         self._sharing = Sharing(self._tenants, caches, max_num_seqs)
         self._open_prompts = OpenPrompts()
         self._committed: PlanDraft | None = None
-        # The first request of each tenant that found no memory in the latest step.
         self._lacking: dict[Tenant, Request] = {}
         self._mask_changes: list[Request] = []
         self.counters = SchedulerCounters()
         running: list[Request] = []
-        self.waiting = WaitingRoom(
-            self._memories, running, self._tenants, self._pace, self.lower, self.transfer, self._parts
-        )
+        sources = [part for part in parts if isinstance(part, Source)]
+        self.waiting = WaitingRoom(self._memories, running, self._tenants, self._pace, sources, self._parts)
         self._running = Running(
-            running, self.waiting, self._tenants, self._sharing, self._memories, self._beams, self.lower, self.counters
+            running, self.waiting, self._tenants, self._sharing, self._memories, self._beams, self._parts, self.counters
         )
         self._chunks = Chunks(self._memories, self._running, self._tenants, self._parts, self._beams, rope_switch)
         self._in_flight: deque[PlanDraft] = deque()
@@ -134,6 +119,16 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting)
+
+    @property
+    def now(self) -> float:
+        """The time of `set_time`."""
+        return self._pace.now
+
+    @property
+    def lacking(self) -> Collection[Request]:
+        """The first request of each tenant that found no memory in the latest step."""
+        return self._lacking.values()
 
     @property
     def is_idle(self) -> bool:
@@ -169,8 +164,8 @@ class Scheduler:
                 f"{request.num_prompt_tokens} in the prompt and {request.sampling.max_tokens} for the completion"
             )
         self._check_queue(request)
-        if self.transfer is not None:
-            self.transfer.fetches.check(request)
+        for check in self._parts.check:
+            check(request)
         self._check_wait(request)
         if request.beam_params is not None:
             self._beams.enter(request)
@@ -185,7 +180,6 @@ class Scheduler:
         if request.lacks_mask:
             self._mask_changes.append(request)
         self._parts.enter(request)
-        self.waiting.enter(request)
         self._open_prompts.add(request)
         self._tenants.wait(request)
         self.waiting.place(request)
@@ -214,16 +208,6 @@ class Scheduler:
             if draft_tokens is not None and self._drafting is not None:
                 self._drafting.receive(request, draft_tokens, draft_masks, num_forced, num_laid)
             self.waiting.record_mask(request)
-
-    def expire_offers(self) -> None:
-        """Let go KV that is held for other services longer than promised, or that requests here lack memory for."""
-        if self.transfer is not None:
-            self.transfer.offers.expire(self._pace.now, self._lacking.values())
-
-    def record_fetched(self, ticket_id: str, *, is_last: bool) -> None:
-        """Record that another service has fetched blocks that are held for it, or the last of them."""
-        assert self.transfer is not None
-        self.transfer.offers.record_fetch(ticket_id, self._pace.now, is_last=is_last)
 
     def fail(self, request: Request, error: str) -> RequestOutput | None:
         """End a request with an error. Return None for a request that has finished."""
@@ -382,7 +366,8 @@ class Scheduler:
             keeps_state = num_accepted == chunk.num_drafts
             if keeps_state or chunk.state is None:
                 request.num_computed_tokens += num_certain + num_accepted
-            self._parts.record_computed(request, request.num_computed_tokens)
+            if self._parts.watched:
+                self._parts.record_computed(request, request.num_computed_tokens)
             self._publish(request)
             if self._drafting is not None:
                 new_tokens = request.token_ids[num_known:]
@@ -420,6 +405,8 @@ class Scheduler:
         Plans depend on it only if requests ask for retention, or are late.
         """
         self._pace.set_time(now)
+        for set_time in self._parts.set_time:
+            set_time(now)
         for memory in self._memories:
             memory.set_time(now)
 
@@ -443,7 +430,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
-        num_held = 0 if self.transfer is None else self.transfer.offers.num_held
+        num_held = self._parts.num_held_blocks()
         for memory in self._memories:
             memory.check_idle(num_held)
 
@@ -539,8 +526,8 @@ class Scheduler:
                 continue
             places[tenant] += 1
             self._running.start(request)
-            if self.transfer is not None:
-                self.transfer.fetches.forgo(request)
+            for started in self._parts.started:
+                started(request)
             self._memories[request.rank].foresee(request, first)
             self._count_start(request)
             self._chunks.plan(request, request.num_pending_tokens, draft)
@@ -553,7 +540,7 @@ class Scheduler:
 
     def _may_go_on(self, request: Request) -> bool:
         """Return whether the next step may name a running request."""
-        if request.yields or request.lacks_mask or self._parts.holds(request):
+        if request.yields or request.lacks_mask or (self._parts.watched and self._parts.holds(request)):
             return False
         return (self._run_ahead and request.beam_params is None) or not request.is_in_flight
 
@@ -608,8 +595,9 @@ class Scheduler:
     def _count_hits(self, request: Request, num_tokens: int) -> None:
         """Count cached tokens. After a preemption they are hits, but its client did not find them cached."""
         self.counters.prefix_hit_tokens += num_tokens
-        if self.lower is not None and num_tokens:
-            self.lower.count_hit(request, num_tokens)
+        if num_tokens:
+            for hit in self._parts.hit:
+                hit(request, num_tokens)
         if request.num_preemptions:
             return
         request.num_cached_tokens += num_tokens
@@ -637,7 +625,6 @@ class Scheduler:
         self._tenants.leave(request)
         request.finished, request.failed = True, error is not None
         self._pace.count_end(request, reason)
-        self._parts.leave(request, reason)
         if self._drafting is not None:
             self._drafting.forget(request)
         if request.sampling.grammar is not None:
@@ -649,10 +636,10 @@ class Scheduler:
         if request.lease is None:
             self._tenants.end_wait(request)
             self.waiting.leave(request)
+            self._parts.leave(request, reason)
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.leave(request)
-        if request.offers_kv and self.transfer is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            request.offered = self.transfer.offers.make(request, self._pace.now)
+        self._parts.leave(request, reason)
         self._release(request)
         return RequestOutput(request, finish_reason=reason, error=error)
 

@@ -60,16 +60,21 @@ class Life(Simulation):
     @property
     def counters(self) -> TierCounters:
         """Of the tier below memory."""
-        assert self.scheduler.lower is not None
-        return self.scheduler.lower.counters
+        assert self.tier is not None
+        return self.tier.counters
 
     def step(self) -> Any:
         while self.jobs and self.random.random() < 0.5:
             self.end(self.jobs.popleft() if self.random.random() < 0.7 else self.jobs.pop())
-        self.jobs += self.scheduler.waiting.take_copies(0.0)
+        self.jobs += self.take_copies()
         outputs = super().step()
         self.blocks.check()
         return outputs
+
+    def take_copies(self, now: float = 0.0) -> list[CopyJob]:
+        """Return the copies that are to begin."""
+        assert self.tier is not None
+        return self.scheduler.waiting.take_jobs(self.tier, now)
 
     def end(self, job: CopyJob) -> None:
         oracle = self.oracles[job.rank]
@@ -100,7 +105,8 @@ class Life(Simulation):
                 memories[copy.kind][copy.block] = self.disk.files[copy.name][1][:]
             sizes.append(100)
         hosted = [copy.name in self.hosted for copy in job.copies[: len(sizes)]]
-        self.scheduler.waiting.end_copy(CopyResult(job, sizes, 0.01, error, hosted=hosted), 0.0)
+        assert self.tier is not None
+        self.scheduler.waiting.end_job(self.tier, CopyResult(job, sizes, 0.01, error, hosted=hosted), 0.0)
 
     def settle(self) -> None:
         """Run to the end, copies included."""

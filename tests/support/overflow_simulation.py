@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from random import Random
 
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult, LowerTier
 from moeserve.scheduling.overflow import Overflow
+from moeserve.scheduling.pacing import Pace
 from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache, StoredBlocks
 
@@ -85,13 +86,16 @@ def seconds_of(study: Study, policy: Overflow) -> float:
     least = -(-longest // size)
     num_blocks = max(least, round(study.share * study.requests * least))
     cache = PrefixCache(num_blocks, size, stored=StoredBlocks(bytes(32), "0" * 32, 10**12))
+    pace = Pace(None, _BUDGET, study.seats)
+    tier = LowerTier([cache], pace, policy)
     scheduler = Scheduler(
         [cache],
         max_num_seqs=study.seats,
         max_num_batched_tokens=_BUDGET,
         max_num_queued_reqs=study.requests,
         max_model_len=longest,
-        overflow=policy,
+        pace=pace,
+        parts=[tier],
     )
     draw, copies = Random(1), ScriptedCopies(size * study.token_s)
     for number in range(study.requests):
@@ -101,8 +105,8 @@ def seconds_of(study: Study, policy: Overflow) -> float:
     while not scheduler.is_idle:
         scheduler.set_time(now)
         for result in copies.take(now):
-            scheduler.waiting.end_copy(result, now)
-        for job in scheduler.waiting.take_copies(now):
+            scheduler.waiting.end_job(tier, result, now)
+        for job in scheduler.waiting.take_jobs(tier, now):
             copies.start(job, now)
         plans = scheduler.schedule()
         if plans is None:

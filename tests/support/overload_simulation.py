@@ -16,7 +16,7 @@ from moeserve.frontend.admission import Admission
 from moeserve.frontend.errors import ApiError
 from moeserve.plan import DEFAULT_TERMS, ChunkResult, Request, SamplingParams, StepPlan, StepResult, Terms
 from moeserve.scheduling.outcomes import QueueFullError, TooLateError
-from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.pacing import Pace, Slo
 from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 
@@ -96,15 +96,15 @@ class OverloadSimulation:
         num_cold: int = 0,
         warm_up: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """num_cold: the number of first steps that take `_COLD` times as long. warm_up: see `Scheduler`."""
+        """num_cold: the number of first steps that take `_COLD` times as long. warm_up: see `Pace`."""
+        pace = Pace(slo, 256, max_num_seqs, warm_up=warm_up)
         self.scheduler = Scheduler(
             [PrefixCache(num_blocks, 16)],
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=256,
             max_num_queued_reqs=256,
             max_model_len=16 * num_blocks,
-            slo=slo,
-            warm_up=warm_up,
+            pace=pace,
         )
         self._capacity = max_num_seqs + 256
         self.now = 0.0

@@ -5,16 +5,17 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
+from moeserve.engine.planner import build_parts
 from moeserve.kv_transfer import TicketOffice
-from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, StepPlan, Terms
+from moeserve.plan import DEFAULT_TERMS, Asked, FinishReason, Request, SamplingParams, StepPlan, Terms
 from moeserve.scheduling.drafting import Drafting
-from moeserve.scheduling.lower_tier import num_kept_free
+from moeserve.scheduling.kv_transfer import KvOffers
+from moeserve.scheduling.lower_tier import LowerTier, num_kept_free
 from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.overflow import Overflow
-from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.pacing import Pace, Slo
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
-from moeserve.scheduling.trials import Trial
 from moeserve.thoughts import ThoughtBudget
 from radix_cache import PrefixCache, StoredBlocks
 from tests.support.cache_invariants import check_invariants
@@ -76,6 +77,10 @@ class Simulation:
             for cache in self.caches
         ]
         self.cache, self.oracle = self.caches[0], self.oracles[0]
+        pace = Pace(slo, budget, max_num_seqs, num_ranks)
+        self.tier = None if stored is None else LowerTier(self.caches, pace, overflow, kv_read_s)
+        self.offers = None if office is None else KvOffers(self.cache, office)
+        kv_parts = [part for part in (self.tier, self.offers) if part is not None]
         # By id of a suspect: the number of computed tokens that clears it.
         self._suspects: dict[str, int] = {}
         self.scheduler = Scheduler(
@@ -87,12 +92,9 @@ class Simulation:
             run_ahead=run_ahead,
             states=states,
             rope_switch=rope_switch,
-            slo=slo,
+            pace=pace,
             drafting=drafting,
-            overflow=overflow,
-            office=office,
-            kv_read_s=kv_read_s,
-            parts=[Trial(lambda request_id: self._suspects.get(request_id, 0))],
+            parts=build_parts(self.caches, lambda request_id: self._suspects.get(request_id, 0), kv_parts),
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs
@@ -132,7 +134,7 @@ class Simulation:
             budget=budget,
             earlier_output=earlier,
             predicted=array("i", predicted or []),
-            offers_kv=offers_kv,
+            asked=Asked(offers_kv=offers_kv),
         )
         if resumed_from is not None:
             request.resumes, request.arrived_at = True, resumed_from
@@ -223,10 +225,9 @@ class Simulation:
         num_preemptions = self.scheduler.counters.preemptions
         plans = self.scheduler.schedule()
         if plans is None:
-            is_reading = self.scheduler.lower is not None and self.scheduler.lower.arrivals.waiting
-            transfer = self.scheduler.transfer
+            is_reading = self.tier is not None and self.tier.arrivals.waiting
             # Blocks that are copied, or held for another service until a turn's end, may be all that is left.
-            is_held = transfer is not None and transfer.offers.num_held > 0
+            is_held = self.offers is not None and self.offers.num_held > 0
             is_stopped = self._unmasked or is_reading or is_held or any(cache.num_copied for cache in self.caches)
             assert self._in_flight or self.scheduler.is_idle or is_stopped, "something is runnable"
             return None

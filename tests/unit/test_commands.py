@@ -52,7 +52,9 @@ class Asked:
 
     def __init__(self, *caches: PrefixCache) -> None:
         self.answers: list[tuple[int, ControlResult]] = []
-        self.commands = Commands(caches, None, lambda _, result: self.answers.append((self.turn, result)))
+        self.commands = Commands(
+            CacheCommands(caches), None, lambda _, result: self.answers.append((self.turn, result))
+        )
         self.turn = 0
         self._next_id = 0
 

@@ -12,6 +12,7 @@ import pytest
 from moeserve.kv_transfer import KvTicket, TicketOffice, parse_kv_transfer, read_params
 from moeserve.plan import DEFAULT_TERMS, Request, SamplingParams
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvFetches, KvOffers
+from moeserve.scheduling.request_memory import RankLoads
 from radix_cache import PrefixCache
 from tests.support.cache_invariants import check_invariants
 from tests.support.parameters import first
@@ -27,6 +28,17 @@ def tokens_of(seed: int, count: int = 21) -> array[int]:
 
 def request_of(number: int, tokens: array[int], ticket: KvTicket | None = None, namespace: str = "") -> Request:
     return Request(str(number), tokens, SamplingParams(1), namespace, ticket=ticket)
+
+
+class Spoken(RankLoads):
+    """The loads of running requests that will need some blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__([], [])
+        self._num_blocks = num_blocks
+
+    def num_spoken_for(self, request: Request) -> int:
+        return self._num_blocks
 
 
 def test_a_ticket_survives_its_json_and_serves_its_tokens_alone() -> None:
@@ -232,10 +244,10 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
                 queued.append(request)
             case 1 if queued:
                 request = queued.pop(draw.randrange(len(queued)))
-                if fetches.look_up(request, now, draw.randrange(3)):
+                if fetches.look_up(request, now, Spoken(draw.randrange(3)), 0):
                     waiting.append(request)
                 else:
-                    fetches.forgo(request)
+                    fetches.started(request)
                     assert request.ticket is None
             case 2 if waiting:
                 request = waiting.pop(draw.randrange(len(waiting)))
@@ -244,12 +256,12 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
                 job = open_jobs.pop(draw.randrange(len(open_jobs)))
                 filled = draw.randint(0, len(job.copies))
                 failure = None if filled == len(job.copies) or job.is_cancelled else "gone"
-                for request in fetches.end(FetchResult(job, filled, 0.1, failure)):
+                for request in fetches.end(FetchResult(job, filled, 0.1, failure), 0.0):
                     waiting.remove(request)
             case 4:
                 for request in fetches.take_overdue(now):
                     waiting.remove(request)
-        open_jobs += fetches.take_jobs()
+        open_jobs += fetches.take_jobs(0.0, 0)
         for job in open_jobs:
             job.is_begun = job.is_begun or draw.random() < 0.2
         assert set(fetches.arrivals.waiting) == set(waiting)
@@ -257,7 +269,7 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
     for request in waiting[:]:
         assert fetches.arrivals.leave(request)
     for job in open_jobs:
-        assert fetches.end(FetchResult(job, 0, 0.1)) == []
+        assert fetches.end(FetchResult(job, 0, 0.1), 0.0) == []
     check_invariants(cache)
     assert (cache.num_leased, cache.num_in_copy) == (0, 0)
 
@@ -267,15 +279,15 @@ def test_a_prompt_that_waits_too_long_keeps_the_blocks_that_have_come() -> None:
     fetches = KvFetches(cache, OFFICE, lambda start, stop: 0.0)
     tokens = tokens_of(1)
     requests = [request_of(number, tokens[:], OFFICE.issue(tokens, 5)) for number in range(2)]
-    assert all(fetches.look_up(request, 0.0, 0) for request in requests)
-    begun, queued = fetches.take_jobs()
+    assert all(fetches.look_up(request, 0.0, Spoken(0), 0) for request in requests)
+    begun, queued = fetches.take_jobs(0.0, 0)
     begun.is_begun = True
     # The request whose job no thread has begun goes on; the other one waits for the thread.
     assert fetches.take_overdue(40.0) == [requests[1]]
     assert (begun.is_cancelled, queued.is_cancelled, fetches.counters.failures["timeout"]) == (True, True, 2)
     assert fetches.take_overdue(41.0) == []
-    assert fetches.end(FetchResult(begun, 3, 40.0)) == [requests[0]]
-    assert fetches.end(FetchResult(queued, 0, 40.0)) == []
+    assert fetches.end(FetchResult(begun, 3, 40.0), 0.0) == [requests[0]]
+    assert fetches.end(FetchResult(queued, 0, 40.0), 0.0) == []
     assert (cache.peek(tokens), cache.num_leased, cache.num_in_copy) == (3 * SIZE, 0, 0)
 
 
@@ -300,8 +312,8 @@ def test_all_requests_end_while_tickets_of_several_accounts_hold_much_of_a_scarc
         num_blocks=16, block_size=SIZE, budget=7, max_num_seqs=4, depth=depth, run_ahead=depth > 0, office=office
     )
     scheduler = simulation.scheduler
-    assert scheduler.transfer is not None
-    offers, tickets = scheduler.transfer.offers, set[str]()
+    assert simulation.offers is not None
+    offers, tickets = simulation.offers, set[str]()
     for number in range(20):
         prompt, account = [draw.randrange(3) for _ in range(draw.randint(3, 34))], draw.choice("abc")
         sampling = SamplingParams(max_tokens=draw.randint(1, 12), seed=number)
@@ -313,8 +325,8 @@ def test_all_requests_end_while_tickets_of_several_accounts_hold_much_of_a_scarc
         ended = [record.request for record in simulation.records.values() if record.request.offered is not None]
         tickets = {request.offered.request_id for request in ended if request.offered is not None}
         if tickets and draw.random() < 0.1:
-            scheduler.record_fetched(draw.choice(sorted(tickets)), is_last=True)
-        scheduler.expire_offers()
+            offers.record_fetch(draw.choice(sorted(tickets)), 0.0, is_last=True)
+        offers.expire(0.0, scheduler.lacking)
         check_invariants(simulation.cache)
         assert offers.num_held <= 8
     for ticket_id in tickets:

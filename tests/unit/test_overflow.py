@@ -57,7 +57,7 @@ def run(policy: Overflow, seed: int = 1) -> Life:
 @pytest.mark.parametrize("policy", list(Overflow))
 def test_preempted_requests_come_back_as_the_setting_says(policy: Overflow) -> None:
     life = run(policy)
-    disk = life.scheduler.lower
+    disk = life.tier
     assert disk is not None
     assert life.scheduler.counters.preemptions > 0
     assert sum(disk.counters.fates.values()) == life.scheduler.counters.preemptions

@@ -65,8 +65,9 @@ def test_parts_are_called_in_the_order_of_their_list() -> None:
     ]
 
 
-def test_a_service_asks_first_who_ends_requests_then_who_holds_them_then_who_follows_them() -> None:
-    assert list(map(type, build_parts([PrefixCache(8, 4)], lambda _: 0))) == [ColdRequests, Trial, ToolWaits]
+def test_a_service_asks_first_who_ends_requests_then_sources_then_who_holds_requests_and_who_follows_them() -> None:
+    caches, source = [PrefixCache(8, 4)], Part()
+    assert list(map(type, build_parts(caches, lambda _: 0, [source]))) == [ColdRequests, Part, Trial, ToolWaits]
 
 
 def test_only_parts_that_override_a_hook_are_called_for_it() -> None:

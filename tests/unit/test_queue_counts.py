@@ -13,7 +13,7 @@ from moeserve.plan import ChunkResult, Request, SamplingParams, StepResult, Term
 from moeserve.scheduling.fair_queue import FAR_SHORTER
 from moeserve.scheduling.open_prompts import ScheduledPrompts
 from moeserve.scheduling.outcomes import QueueFullError, TooLateError
-from moeserve.scheduling.pacing import Backlog, Load, Slo
+from moeserve.scheduling.pacing import Backlog, Load, Pace, Slo
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.token_sums import TokenSums
 from radix_cache import PrefixCache
@@ -67,7 +67,7 @@ class Queue:
             max_num_batched_tokens=12,
             max_num_queued_reqs=12,
             max_model_len=200,
-            slo=Slo(1.0, None, 2.0),
+            pace=Pace(Slo(1.0, None, 2.0), 12, 4),
         )
         self.now = 0.0
         self.num_added = 0

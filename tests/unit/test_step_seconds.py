@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepPlan, StepResult, Terms
-from moeserve.scheduling.pacing import LEAST_PROMPT_TOKENS, Slo
+from moeserve.scheduling.pacing import LEAST_PROMPT_TOKENS, Pace, Slo
 from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 
@@ -41,7 +41,7 @@ class Clock:
             max_num_batched_tokens=BUDGET,
             max_num_queued_reqs=64,
             max_model_len=60_000,
-            slo=slo or Slo(TTFT_S, None, 100.0),
+            pace=Pace(slo or Slo(TTFT_S, None, 100.0), BUDGET, 64, num_ranks),
         )
         self.seconds: list[float] = []
         self.predicted: list[float] = []

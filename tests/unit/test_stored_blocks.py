@@ -202,7 +202,7 @@ def test_tokens_that_come_from_the_host_above_a_disk_are_told_apart() -> None:
 def test_requests_with_one_prefix_wait_for_one_reading() -> None:
     second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
     records = [ask(second, name, PROMPT) for name in "xyz"]
-    jobs = second.scheduler.waiting.take_copies(0.0)
+    jobs = second.take_copies(0.0)
     assert [len(job.copies) for job in jobs if not job.is_write] == [5]
     second.jobs += jobs
     second.settle()
@@ -233,9 +233,9 @@ def test_what_is_gone_from_disk_is_computed_and_what_is_before_it_is_used() -> N
 def test_a_block_that_is_cleared_while_it_is_read_is_no_failure() -> None:
     second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
     record = ask(second, "b", PROMPT)
-    (reading,) = second.scheduler.waiting.take_copies(0.0)
+    (reading,) = second.take_copies(0.0)
     second.cache.reset()
-    (removal,) = second.scheduler.waiting.take_copies(0.0)
+    (removal,) = second.take_copies(0.0)
     second.end(removal)
     second.end(reading)
     second.settle()
@@ -247,7 +247,7 @@ def test_a_block_that_is_cleared_while_it_is_read_is_no_failure() -> None:
 def test_an_abort_while_the_prefix_is_read_frees_its_blocks_only_after_the_reading() -> None:
     second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
     ask(second, "b", PROMPT)
-    (job,) = second.scheduler.waiting.take_copies(0.0)
+    (job,) = second.take_copies(0.0)
     assert second.scheduler.num_waiting == 1
     second.abort("b")
     second.scheduler.check_idle()
@@ -260,10 +260,10 @@ def test_an_abort_while_the_prefix_is_read_frees_its_blocks_only_after_the_readi
 def test_a_disk_that_hangs_holds_a_request_up_only_for_a_while() -> None:
     second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
     record = ask(second, "b", PROMPT)
-    (job,) = second.scheduler.waiting.take_copies(0.0)
+    (job,) = second.take_copies(0.0)
     assert second.scheduler.schedule() is None
     second.scheduler.set_time(31.0)
-    assert second.scheduler.waiting.take_copies(0.0) == []
+    assert second.take_copies(0.0) == []
     Simulation.run(second)
     assert record.request.num_lower_tokens == 0
     second.end(job)
@@ -320,16 +320,16 @@ def test_a_full_disk_harms_nobody_and_is_tried_again() -> None:
     record = ask(life, "a", PROMPT)
     life.run()
     assert record.finish_reason is not None
-    for job in [*life.jobs, *life.scheduler.waiting.take_copies(9000.0)]:
+    for job in [*life.jobs, *life.take_copies(9000.0)]:
         life.end(job)
     life.jobs.clear()
-    assert (disk.files, life.scheduler.waiting.take_copies(9001.0)) == ({}, [])
+    assert (disk.files, life.take_copies(9001.0)) == ({}, [])
     life.is_full = False
     ask(life, "b", PROMPT)
     life.run()
     # The clock of the files was set back meanwhile.
     life.scheduler.set_time(100.0)
-    for job in life.scheduler.waiting.take_copies(0.0):
+    for job in life.take_copies(0.0):
         life.end(job)
     assert len(disk.files) > 0
 
@@ -340,12 +340,12 @@ def test_dropped_prefixes_leave_no_file_not_even_one_that_is_being_written() -> 
     ask(life, "a", PROMPT)
     while not life.scheduler.is_idle:
         Simulation.step(life)
-    jobs = life.scheduler.waiting.take_copies(0.0)
+    jobs = life.take_copies(0.0)
     assert sum(len(job.copies) for job in jobs) > 0
     life.cache.reset()
     for job in jobs:
         life.end(job)
-    for job in life.scheduler.waiting.take_copies(0.0):
+    for job in life.take_copies(0.0):
         life.end(job)
     assert disk.files == {}
     life.check_all_done()
@@ -374,7 +374,7 @@ def test_a_load_that_does_not_end_stalls_nobody() -> None:
     stream = ask(second, "stream", [7, 8, 9], max_tokens=30)
     Simulation.step(second)
     waits = ask(second, "waits", PROMPT)
-    (job,) = [job for job in second.scheduler.waiting.take_copies(0.0) if not job.is_write]
+    (job,) = [job for job in second.take_copies(0.0) if not job.is_write]
     other = ask(second, "other", [30, 31, 32], max_tokens=3)
     for _ in range(10):
         before = stream.request.num_output_tokens
@@ -407,9 +407,9 @@ def test_ranks_write_at_the_same_time() -> None:
         ask(life, str(number), [number, *range(24)])
     while not life.scheduler.is_idle:
         Simulation.step(life)
-    jobs = life.scheduler.waiting.take_copies(0.0)
+    jobs = life.take_copies(0.0)
     assert {job.rank for job in jobs if job.copies} == {0, 1}
-    assert life.scheduler.waiting.take_copies(0.0) == []
+    assert life.take_copies(0.0) == []
 
 
 WINDOWS: dict[str, Any] = {"num_window_blocks": 12, "window": 9}
@@ -465,7 +465,7 @@ def test_window_blocks_and_states_in_copy_outlive_the_blocks_that_they_belong_to
     ask(life, "a", PROMPT)
     while not life.scheduler.is_idle:
         Simulation.step(life)
-    jobs = life.scheduler.waiting.take_copies(0.0)
+    jobs = life.take_copies(0.0)
     assert any(copy.kind is not Kind.KV for job in jobs for copy in job.copies)
     life.cache.reset()
     check_invariants(life.cache)
@@ -481,7 +481,7 @@ def test_window_blocks_and_states_in_copy_outlive_the_blocks_that_they_belong_to
 def test_an_abort_while_a_border_is_read_frees_it_only_after_the_reading() -> None:
     second = Life(disk_with_prompt(**WINDOWS, **STATES), random.Random(2), **OPTIONS, **WINDOWS, **STATES)
     ask(second, "b", PROMPT)
-    (job,) = second.scheduler.waiting.take_copies(0.0)
+    (job,) = second.take_copies(0.0)
     assert [copy.kind for copy in job.copies] == [Kind.WINDOW] * 2 + [Kind.STATE] + [Kind.KV] * 5
     second.abort("b")
     assert second.cache.windows is not None
@@ -548,10 +548,10 @@ def test_a_block_on_its_way_to_the_host_is_given_to_nobody_before_it_is_there() 
         ask(life, str(number), [number, *range(20)], max_tokens=1)
         while not life.scheduler.is_idle:
             Simulation.step(life)
-    (job,) = life.scheduler.waiting.take_copies(0.0)
+    (job,) = life.take_copies(0.0)
     assert (job.is_write, len(job.copies)) == (True, life.cache.num_in_copy)
     assert 0 < len(job.copies) <= num_kept_free(64, 16, SIZE)
-    assert life.scheduler.waiting.take_copies(0.0) == []
+    assert life.take_copies(0.0) == []
     ask(life, "next", list(range(40, 15, -1)))
     for _ in range(6):
         Simulation.step(life)
@@ -616,7 +616,7 @@ class History:
                 continue  # the engine is killed: what it was doing is lost
             life.is_full = False
             life.run()
-            while jobs := [*life.jobs, *life.scheduler.waiting.take_copies(0.0)]:
+            while jobs := [*life.jobs, *life.take_copies(0.0)]:
                 life.jobs.clear()
                 for job in jobs:
                     life.end(job)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import time
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,29 @@ from moeserve.engine.kv_transfer.server import BlockServer
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.meeting import Gatekeeper, load_keys
 from moeserve.kv_transfer import TicketOffice, parse_kv_transfer
+from moeserve.scheduling.kv_transfer import KvFetches, KvOffers
+from moeserve.scheduling.parts import Part
 from moeserve.scheduling.scheduler import Scheduler
-from moeserve.wire import RunContext
+from moeserve.wire import FeatureSamples, RunContext
+from radix_cache import PrefixCache
 
 _FOLDER = "kv-transfer"  # in the cache folder: hashes of weights
 
 log = structlog.get_logger(__name__)
 
 
-class KvExchange:
-    """Carries out the fetches of a scheduler, and serves the blocks that it holds for others."""
+class KvLinks:
+    """The sockets and threads that fetch blocks from other services and serve the blocks that are held for them.
 
-    def __init__(self, context: RunContext, rank: Rank, setting: str) -> None:
-        """Bind the port. Raise ConfigError, one sentence, if that fails or the key cannot be read."""
+    `offers` and `fetches` are the scheduler's side of both. `block_bytes`: of KV.
+    """
+
+    def __init__(
+        self, context: RunContext, rank: Rank, setting: str, cache: PrefixCache, compute_s: Callable[[int, int], float]
+    ) -> None:
+        """Bind the port. cache: of the only rank. compute_s: see `KvFetches`.
+
+        Raise ConfigError, one sentence, if that fails or the key cannot be read."""
         assert rank.kv_pool is not None
         config = parse_kv_transfer(setting)
         self._sockets: zmq.Context[Any] = zmq.Context()
@@ -42,36 +53,74 @@ class KvExchange:
         except OSError as error:
             raise ConfigError(f"--kv-transfer-config: {root} cannot be used: {error.strerror or error}.") from error
         self._gatekeeper = Gatekeeper(self._sockets, keys)
-        self._unlike: set[tuple[str, int]] = set()
-        self._server = BlockServer(self._sockets, keys, f"tcp://{config.kv_ip}:{config.kv_port or '*'}", memory)
-        self._fetcher = BlockFetcher(self._sockets, keys, memory)
-        self.office = TicketOffice(
+        self.server = BlockServer(self._sockets, keys, f"tcp://{config.kv_ip}:{config.kv_port or '*'}", memory)
+        self.fetcher = BlockFetcher(self._sockets, keys, memory)
+        office = TicketOffice(
             keys.secret,
             fingerprint,
             context.config.block_size,
             config.kv_ip,
-            self._server.port,
+            self.server.port,
             lease_s=config.lease_seconds,
         )
+        self.offers = KvOffers(cache, office)
+        self.fetches = KvFetches(cache, office, compute_s)
+        self.server.serve(self.offers.blocks)
+        self.block_bytes = rank.model.kv_bytes // rank.model.kv.num_blocks
         if not config.is_local:
             log.info("kv_leaves_the_machine", consequence="holders of the key can read prompts")
 
-    def serve(self, scheduler: Scheduler) -> None:
-        """Begin to serve the blocks that the scheduler holds."""
-        assert scheduler.transfer is not None
-        self._server.serve(scheduler.transfer.offers.blocks)
+    def close(self) -> None:
+        """End all threads and close the sockets."""
+        self.fetcher.close()
+        self.server.stop()
+        self._gatekeeper.close()
+        self._sockets.term()
 
-    def turn(self, scheduler: Scheduler, seconds: float = 0.0) -> None:
-        """Report finished fetches to the scheduler, and begin new fetches. Wait up to `seconds` for one that ends."""
-        for ticket_id, is_last in self._server.take_fetched():
-            scheduler.record_fetched(ticket_id, is_last=is_last)
-        for result in self._fetcher.take(seconds):
-            scheduler.waiting.end_fetch(result)
-        scheduler.expire_offers()
-        if scheduler.transfer is not None:
-            self._tell_unlike(scheduler.transfer.fetches.unlike)
-        for job in scheduler.waiting.take_fetches():
-            self._fetcher.start(job)
+
+class KvExchange(Part):
+    """Carries out the fetches of a scheduler's requests, and ends its offers as they are fetched."""
+
+    def __init__(self, links: KvLinks, scheduler: Scheduler) -> None:
+        """links: its offers and fetches are parts of the scheduler."""
+        self._links = links
+        self._offers, self._fetches = links.offers, links.fetches
+        self._scheduler = scheduler
+        self._block_bytes = links.block_bytes
+        self._unlike: set[tuple[str, int]] = set()
+
+    def turn(self) -> None:
+        self._exchange()
+
+    def wait(self, seconds: float) -> bool:
+        if not self._fetches.arrivals.waiting:
+            return False
+        self._exchange(seconds)
+        return True
+
+    def samples(self) -> FeatureSamples:
+        offers, counters = self._offers, self._fetches.counters
+        return {
+            "moeserve_kv_transfer_held_blocks": [[offers.num_held]],
+            "moeserve_kv_transfer_offers": [[offers.num_made]],
+            "moeserve_kv_transfer_expired": [[offers.num_expired]],
+            "moeserve_kv_transfer_tokens": [[counters.num_tokens]],
+            "moeserve_kv_transfer_bytes": [[counters.num_blocks * self._block_bytes]],
+            "moeserve_kv_transfer_seconds": [[round(counters.seconds, 6)]],
+            "moeserve_kv_transfer_failed": [[reason, count] for reason, count in sorted(counters.failures.items())],
+        }
+
+    def _exchange(self, seconds: float = 0.0) -> None:
+        """Report finished fetches, and begin new ones. Wait up to `seconds` for one that ends."""
+        scheduler, fetcher = self._scheduler, self._links.fetcher
+        for ticket_id, is_last in self._links.server.take_fetched():
+            self._offers.record_fetch(ticket_id, scheduler.now, is_last=is_last)
+        for result in fetcher.take(seconds):
+            scheduler.waiting.end_job(self._fetches, result, time.time())
+        self._offers.expire(scheduler.now, scheduler.lacking)
+        self._tell_unlike(self._fetches.unlike)
+        for job in scheduler.waiting.take_jobs(self._fetches, time.time()):
+            fetcher.start(job)
 
     def _tell_unlike(self, services: Set[tuple[str, int]]) -> None:
         """Log once each service whose tickets serve nothing here."""
@@ -80,10 +129,3 @@ class KvExchange:
                 "kv_ticket_of_unlike_service", host=host, port=port, consequence="its prompts are computed here"
             )
         self._unlike |= services
-
-    def close(self) -> None:
-        """End all threads and close the sockets."""
-        self._fetcher.close()
-        self._server.stop()
-        self._gatekeeper.close()
-        self._sockets.term()
