@@ -20,11 +20,10 @@ from tests.clients.environments import (
 )
 from tests.clients.runner import ScriptsRunner
 from tests.clients.service import ROOT, lengthen, serve_demo
-from tests.clients.table import Row, merge, render, summarize
+from tests.clients.table import Row, merge, render
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 PAGE = ROOT / "docs" / "clients.md"
-README = ROOT / "README.md"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,7 +82,6 @@ def _report(clients: Iterable[Client], rows: list[Row]) -> None:
         if of_group := [row for row in rows if groups[row.title] == group]:
             print(render(group, [row.cells(group) for row in of_group]))
             PAGE.write_text(merge(PAGE.read_text(), group, of_group, list(groups)))
-    README.write_text(summarize(PAGE.read_text(), README.read_text()))
 
 
 def _install(clients: list[Client]) -> tuple[list[Environment], list[Row]]:

@@ -1,4 +1,4 @@
-"""The works-with tables: outcomes of scripts as rows, written into docs/clients.md, and in short into the README."""
+"""The works-with tables: outcomes of scripts as rows, written into docs/clients.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _ROUTES = {
 _HEADS = {
     "client": ("client", "version", "API", *(check.replace("_", " ") for check in CHECKS)),
     "conformance": ("suite", "version", "API", "passed", "failed", "not applicable"),
-    "summary": ("client", "version", "APIs", "checks passed"),
     "benchmark": ("tool", "version", "API", "passed", "failed", "not applicable"),
 }
 _SIGNS = {True: "yes", False: "**no**", None: "-"}
@@ -94,19 +93,6 @@ def merge(page: str, group: str, rows: Sequence[Row], order: Sequence[str]) -> s
         by_title.setdefault(cells[0], []).append(cells)
     by_title |= {title: [row.cells(group) for row in rows if row.title == title] for title in {r.title for r in rows}}
     return _with_table(page, group, [cells for title in order for cells in by_title.get(title, [])])
-
-
-def summarize(page: str, readme: str) -> str:
-    """Return the README with the clients of the page: their APIs, and how many of the checks that apply they passed."""
-    by_client: dict[tuple[str, str], list[Cells]] = {}
-    for title, version, api, *marks in _rows_of(page, "client"):
-        by_client.setdefault((title, version), []).append((api, *marks))
-    rows = []
-    for client, found in by_client.items():
-        marks = [mark for _, *marks in found for mark in marks if mark != _SIGNS[None]]
-        apis = ", ".join(api for api, *_ in found)
-        rows.append((*client, apis, f"{len(marks) - marks.count(_SIGNS[False])} of {len(marks)}"))
-    return _with_table(readme, "summary", rows)
 
 
 def _rows_of(page: str, group: str) -> list[Cells]:

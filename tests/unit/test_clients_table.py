@@ -3,8 +3,7 @@
 import pytest
 
 from tests.clients.environments import HERE, load_clients
-from tests.clients.service import ROOT
-from tests.clients.table import CHECKS, Row, merge, summarize
+from tests.clients.table import CHECKS, Row, merge
 
 PAGE = "# Clients\n\n<!-- table: client -->\n<!-- end: client -->\n\nafter\n"
 
@@ -21,22 +20,6 @@ def test_rows_of_a_client_replace_its_earlier_ones_and_others_stay():
         f"| two | 1 | chat | yes |{' **no** |' * (len(CHECKS) - 1)}",
     ]
     assert page.endswith("<!-- end: client -->\n\nafter\n")
-
-
-def test_a_client_is_summed_up_over_its_apis():
-    rows = [row("one", plain=True, streaming=None, **dict.fromkeys(CHECKS[2:], False)), Row("one", "1", "messages", {})]
-    page = merge(PAGE, "client", [*rows, row("two", **dict.fromkeys(CHECKS, True))], ["one", "two"])
-    readme = summarize(page, "# It\n<!-- table: summary -->\nold\n<!-- end: summary -->\n")
-    assert readme.splitlines()[4:] == [
-        "| one | 1 | chat, messages | 1 of 17 |",
-        "| two | 1 | chat | 9 of 9 |",
-        "<!-- end: summary -->",
-    ]
-
-
-def test_the_readme_has_the_clients_of_the_page():
-    readme = (ROOT / "README.md").read_text()
-    assert summarize((ROOT / "docs" / "clients.md").read_text(), readme) == readme
 
 
 def test_rows_stand_in_the_order_of_the_clients():
