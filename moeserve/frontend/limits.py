@@ -78,7 +78,7 @@ MAX_PIECE_BYTES = 64 * 2**20
 
 # Bytes of a conversation that is kept: requests and answers as JSON.
 MAX_STORED_CONVERSATION_BYTES = 8 * 1024 * 1024
-# Open jobs of one API key, and in each HTTP process its open requests with an `Idempotency-Key`.
+# Open responses in the background of one API key.
 MAX_OPEN_JOBS_PER_KEY = 1024
 # A job fails once this many processes took it over, one after another, without any output.
 MAX_JOB_TRIES = 5

@@ -150,6 +150,9 @@ def test_a_response_that_has_ended_is_made_from_its_journal_once(
     assert [client.responses.retrieve(one.id) for one in (cancelled, failed)] == [cancelled, failed]
     assert cancelled.output_text == "Hel"
     assert [item.content[0].text for item in client.responses.input_items.list(made.id).data] == ["hi"]
+    for one in (cancelled, failed):
+        with pytest.raises(openai.NotFoundError, match=one.id):
+            create(client, previous_response_id=one.id)
 
 
 def test_a_request_that_fails_says_so_once(server: Frontend, client: OpenAI) -> None:

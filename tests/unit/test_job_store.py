@@ -83,7 +83,7 @@ def test_a_caller_has_so_many_open_jobs(shelf: MakeShelf, monkeypatch: pytest.Mo
     monkeypatch.setattr(limits, "MAX_OPEN_JOBS_PER_KEY", 2)
     for job_id in ("a", "b"):
         create(shelf(), job_id)
-    with pytest.raises(ApiError, match="2 requests already"):
+    with pytest.raises(ApiError, match="2 responses"):
         create(shelf(), "c")
     create(shelf(b"other"), "d")
     jobs.end(shelf(), "a", "done")

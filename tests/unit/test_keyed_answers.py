@@ -258,23 +258,6 @@ async def test_an_answer_that_the_store_does_not_take_reaches_its_clients_and_le
     assert (await read(process.begin(process.work())))[0] == b"begin text"
 
 
-def test_a_key_has_so_many_open_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_OPEN_JOBS_PER_KEY", 2)
-
-    @with_process
-    async def run(process: Process) -> None:
-        answers = [process.begin(process.work(), name=Name(name, b"")) for name in (b"1", b"2")]
-        with pytest.raises(ApiError) as caught:
-            process.begin(process.work(), name=Name(b"3", b""))
-        assert (caught.value.status, caught.value.code) == (429, "too_many_jobs")
-        answers.append(process.begin(process.work(), caller=B))
-        process.may_end.set()
-        for answer in answers:
-            await read(answer)
-
-    run(tmp_path)
-
-
 def test_an_answer_longer_than_is_kept_reaches_its_client_and_leaves_the_key_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

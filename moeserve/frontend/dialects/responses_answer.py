@@ -45,13 +45,6 @@ class KeptResponse:
     previous_id: str | None = None
     conversation_id: str | None = None
 
-    @classmethod
-    def of(cls, response_id: str, response: bytes) -> KeptResponse:
-        """Take a response apart. The items of its request are not known."""
-        fields = msgspec.json.decode(response, type=dict[str, msgspec.Raw])
-        output = bytes(fields.pop("output"))
-        return cls(response_id, msgspec.json.encode(fields), output, b"[]")
-
     @property
     def response(self) -> bytes:
         return b'%b,"output":%b}' % (self.head[:-1], self.output)

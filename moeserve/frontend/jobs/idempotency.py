@@ -18,7 +18,6 @@ import structlog
 from starlette.types import Send
 
 from moeserve.forever import cancel
-from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError, internal_error, unavailable
 from moeserve.frontend.held import HeldBytes, Hold
 from moeserve.frontend.http import Headers, Piece
@@ -26,7 +25,6 @@ from moeserve.frontend.jobs.recording import PIECE_BYTES, Recording
 from moeserve.frontend.store import idempotency
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.idempotency import Name, Named, in_use, key_of_another
-from moeserve.frontend.store.jobs import too_many_open
 from moeserve.frontend.store.store import Store
 
 log = structlog.get_logger(__name__)
@@ -65,16 +63,13 @@ class KeyedAnswers:
         return named.kept_id if named.headers is None else self._read(caller, named, named.headers)
 
     def begin(self, caller: bytes, name: Name, work: Work, places: ExitStack) -> AsyncGenerator[Piece]:
-        """Begin an answer and return it, or the one that is computed for the key. places: closed with the work, or
-        here.
+        """Begin an answer and return it, or the one that is computed for the key. Raise ApiError (422).
 
-        Raise ApiError.
+        places: what the work holds, closed at its end, or here.
         """
         with places:
             running = self._find_running(caller, name)
             if running is None:
-                if sum(one == caller for one, _ in self._running) >= limits.MAX_OPEN_JOBS_PER_KEY:
-                    raise too_many_open()
                 running = self._running[caller, name.key] = Recording(name.content, Hold(self._held, caller))
                 task = asyncio.create_task(self._run(caller, name, running, work, places.pop_all()))
                 self._tasks.add(task)

@@ -127,16 +127,12 @@ class Jobs:
     async def response(self, job: StoredJob, make: Callable[[], Awaitable[KeptResponse]]) -> KeptResponse:
         """Return the response of a job that has ended. make: makes it from the journal, once: then it is kept."""
         async with self._showing[job.caller]:
-            read = self._store.read
-            if (kept := await read(job.caller, partial(responses.find, response_id=job.job_id))) is not None:
-                return kept
-            if (snapshot := await read(job.caller, partial(jobs.snapshot, job_id=job.job_id))) is not None:
-                return msgspec.msgpack.decode(snapshot, type=KeptResponse)
-            made = await make()
-            keep = partial(jobs.keep_snapshot, job_id=job.job_id, snapshot=msgspec.msgpack.encode(made))
-            with suppress(ApiError):
-                await self._store.write(job.caller, keep)
-            return made
+            kept = await self._store.read(job.caller, partial(responses.find, response_id=job.job_id))
+            if kept is None:
+                kept = await make()
+                with suppress(ApiError):
+                    await self._store.write(job.caller, partial(responses.put_shown, ended=kept))
+            return kept
 
     async def follow(self, job: StoredJob) -> AsyncIterator[list[Entry] | Status | None]:
         """Yield the entries of a job as they come, None when none has come for a while, and its status at the end.

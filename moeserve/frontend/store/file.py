@@ -76,8 +76,7 @@ CREATE INDEX IF NOT EXISTS items_of_caller ON items(caller, id);
 CREATE INDEX IF NOT EXISTS items_in_order ON items(conversation, number);
 -- Generations that outlive their connection (`jobs.py`). `owner`: the HTTP process that runs it. `tries`: processes
 -- that have taken it over since it last put anything out. `ended_at`: UNIX time. `failure`: of a failed one.
--- `is_kept`: the response of a job that is done was kept. `snapshot`: the response of one that has ended and whose
--- response was not kept, once somebody has asked for it.
+-- `is_kept`: the response of a job that is done was kept. Without it, a row of `responses` is shown alone.
 CREATE TABLE IF NOT EXISTS jobs(
   id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
   caller BLOB NOT NULL,
@@ -87,8 +86,7 @@ CREATE TABLE IF NOT EXISTS jobs(
   state TEXT NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'done', 'failed', 'cancelled')),
   ended_at REAL,
   failure BLOB,
-  is_kept INTEGER NOT NULL DEFAULT 0,
-  snapshot BLOB);
+  is_kept INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS open_jobs ON jobs(owner) WHERE state = 'open';
 CREATE INDEX IF NOT EXISTS open_jobs_by_caller ON jobs(caller) WHERE state = 'open';
 CREATE TABLE IF NOT EXISTS job_outputs(
@@ -173,7 +171,6 @@ ALTER TABLE items ADD COLUMN caller BLOB NOT NULL DEFAULT x'';
 UPDATE items SET caller = (SELECT caller FROM kept WHERE id = conversation);
 DROP INDEX IF EXISTS items_by_id;
 """,
-    6: "ALTER TABLE jobs ADD COLUMN snapshot BLOB;\n",
     # Files and batches were kept in other tables; those of earlier versions are dropped.
     7: """
 DELETE FROM kept WHERE id LIKE 'file-%' OR id LIKE 'batch\\_%' ESCAPE '\\';

@@ -8,7 +8,6 @@ process that finds it open decides how.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,20 +71,15 @@ def create(shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | No
         return named.kept_id
     counted = "SELECT count(*) FROM jobs WHERE caller = ? AND state = 'open'"
     if shelf.db.execute(counted, (shelf.caller,)).fetchone()[0] >= limits.MAX_OPEN_JOBS_PER_KEY:
-        raise too_many_open()
+        most = limits.MAX_OPEN_JOBS_PER_KEY
+        message = f"This key has {most} responses in the background already that have not ended"
+        raise ApiError(429, message, type="rate_limit_error", code="too_many_jobs", retry_after_s=5.0)
     shelf.add(job_id, len(record), needs=needs if needs is not None and shelf.has(needs) else None, busy=True)
     row = (job_id, shelf.caller, record, owner)
     shelf.db.execute("INSERT INTO jobs(id, caller, record, owner) VALUES (?, ?, ?, ?)", row)
     if name is not None:
         idempotency.enter(shelf, name, job_id)
     return job_id
-
-
-def too_many_open() -> ApiError:
-    """429: a caller has as many requests that outlive their connection as it may have."""
-    most = limits.MAX_OPEN_JOBS_PER_KEY
-    message = f"This key has {most} requests already that outlive their connection and have not ended"
-    return ApiError(429, message, type="rate_limit_error", code="too_many_jobs", retry_after_s=5.0)
 
 
 def find(shelf: Shelf, job_id: str) -> StoredJob | None:
@@ -107,20 +101,6 @@ def status(shelf: Shelf, job_id: str) -> Status | None:
         return None
     state, ended_at, failure, is_kept, has_begun = row
     return Status(state, ended_at, None if failure is None else bytes(failure), bool(is_kept), bool(has_begun))
-
-
-def snapshot(shelf: Shelf, job_id: str) -> bytes | None:
-    """Return what was kept of a job that has ended by `keep_snapshot`."""
-    row = shelf.db.execute("SELECT snapshot FROM jobs WHERE id = ?", (job_id,)).fetchone()
-    return None if row is None or row[0] is None else bytes(row[0])
-
-
-def keep_snapshot(shelf: Shelf, job_id: str, snapshot: bytes) -> None:
-    """Keep the response of a job that has ended, if there is room."""
-    with suppress(NoRoom), shelf.attempt():
-        query = "UPDATE jobs SET snapshot = ? WHERE id = ? AND state != 'open' AND snapshot IS NULL"
-        if shelf.db.execute(query, (snapshot, job_id)).rowcount:
-            shelf.grow(job_id, len(snapshot))
 
 
 def news(shelf: Shelf, job_id: str, number: int) -> News | None:

@@ -78,9 +78,22 @@ def _put(shelf: Shelf, kept: KeptResponse) -> bool:
         shelf.grow(kept.response_id, size)  # a job entered it
     else:
         shelf.add(kept.response_id, size, needs=kept.previous_id)
+    _insert(shelf, kept, past_size)
+    return True
+
+
+def put_shown(shelf: Shelf, ended: KeptResponse) -> None:
+    """Keep a response in the background that was cancelled, has failed, or was not kept as a whole one: it is shown,
+    and no request goes on from it."""
+    with suppress(NoRoom), shelf.attempt():
+        if shelf.has(ended.response_id) and find(shelf, ended.response_id) is None:
+            _insert(shelf, ended, 0)
+            shelf.grow(ended.response_id, len(ended.head) + len(ended.output) + len(ended.input))
+
+
+def _insert(shelf: Shelf, kept: KeptResponse, past_size: int) -> None:
     row = (kept.response_id, kept.head, kept.output, kept.input, past_size)
     shelf.db.execute("INSERT INTO responses(id, head, output, input, past_size) VALUES (?, ?, ?, ?, ?)", row)
-    return True
 
 
 def find(shelf: Shelf, response_id: str) -> KeptResponse | None:
@@ -138,9 +151,10 @@ async def lend(store: Store, caller: bytes, named: Named) -> Earlier:
 
 
 def _is_complete(shelf: Shelf, response_id: str) -> bool:
-    """Return whether the caller keeps a response with its output; one that runs in the background has none yet."""
-    found = shelf.db.execute("SELECT 1 FROM responses WHERE id = ?", (response_id,))
-    return shelf.has(response_id) and found.fetchone() is not None
+    """Return whether the caller keeps a whole response; one in the background may have none, or one that is shown
+    alone."""
+    query = "SELECT 1 FROM responses LEFT JOIN jobs USING (id) WHERE id = ? AND coalesce(is_kept, 1)"
+    return shelf.has(response_id) and shelf.db.execute(query, (response_id,)).fetchone() is not None
 
 
 def _items(shelf: Shelf, item_ids: Sequence[str]) -> dict[str, bytes]:
@@ -169,9 +183,10 @@ def _items(shelf: Shelf, item_ids: Sequence[str]) -> dict[str, bytes]:
 
 
 def _output_of(shelf: Shelf, response_id: str) -> bytes:
-    query = "SELECT output FROM responses JOIN kept USING (id) WHERE id = ? AND caller = ? AND NOT hidden"
-    row = shelf.db.execute(query, (response_id, shelf.caller)).fetchone()
-    return b"[]" if row is None else bytes(row[0])
+    if not _is_complete(shelf, response_id):
+        return b"[]"
+    (output,) = shelf.db.execute("SELECT output FROM responses WHERE id = ?", (response_id,)).fetchone()
+    return bytes(output)
 
 
 @dataclass(frozen=True, slots=True)
