@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -11,11 +13,13 @@ import llguidance
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from moeserve.frontend.dialects.custom_tools import custom_input, make_custom_tool
 from moeserve.frontend.dialects.formats import ANSWER
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, OutputFormat, Tool, ToolChoice
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.parsers.call_grammars import GRAMMARS, call_grammar
-from moeserve.frontend.parsers.families import CALLS, REASONING
+from moeserve.frontend.parsers.elements import MARK
+from moeserve.frontend.parsers.families import CALLS, DEEPSEEK, REASONING
 from moeserve.frontend.parsers.feed import CallIds, Parsed
 from moeserve.frontend.parsers.messages import MESSAGES, Start
 from moeserve.frontend.parsers.parser import OutputParser
@@ -91,13 +95,15 @@ class Model:
         return str(self.tokenizer.decode(said, skip_special_tokens=False))
 
 
-def parse(family: str, text: str, reasoning: str = "none", start: Start = "text") -> Parsed:
+def parse(
+    family: str, text: str, reasoning: str = "none", start: Start = "text", tools: Sequence[Tool] = TOOLS
+) -> Parsed:
     parser = OutputParser(
         reasoning=REASONING.get(reasoning),
         calls=CALLS[base(family)],
         messages=MESSAGES.get(family),
         start="answer" if start == "text" else start,
-        schemas={tool.name: tool.parameters for tool in TOOLS},
+        schemas={tool.name: tool.parameters for tool in tools},
         hidden=markers(family),
         new_id=CallIds("", 0),
     )
@@ -413,3 +419,107 @@ def test_a_tool_that_is_forced_by_its_name_is_called_once() -> None:
     named, both = ToolChoice("required", ("send",)), ToolChoice("required", ("send", "get_weather"))
     assert grammar(named) == grammar(named, parallel=False)
     assert grammar(both) != grammar(both, parallel=False)
+
+
+def custom(definition: str, syntax: str = "lark") -> Tool:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    return make_custom_tool("apply_patch", None, form, "tools[0]", 64)
+
+
+PATCH = custom(
+    r"""
+    start: "*** Begin Patch" LF file+ "*** End Patch" LF?
+    file: "*** Add File: " name LF ("+" /(.*)/ LF)+ -> added
+        | "*** Delete File: " name LF
+        | "*** Update File: " name LF ("@@ " /(.+)/ LF)? line+
+    name: /(.+)/
+    line: ("+" | "-" | " ") /(.*)/ LF  // of the file
+    %import common.LF
+    """
+)
+PATCHES = {
+    '*** Begin Patch\n*** Add File: a "b"\n+\\n\té\n+\n*** End Patch': True,
+    "*** Begin Patch\n*** Delete File: x\n*** Update File: y\n@@ f()\n-</p>\n+<q>\n z\n*** End Patch\n": True,
+    "*** Begin Patch\n*** Add File: a\nno plus\n*** End Patch": False,
+    "*** Begin Patch\n*** End Patch": False,
+    "*** Begin Patch\n*** Delete File: x\n": False,
+    "Here it is: *** Begin Patch\n*** Delete File: x\n*** End Patch": False,
+}
+
+
+def one_call(family: str, text: str) -> str:
+    """A call of `apply_patch` as a model of the family writes it."""
+    call = json.dumps({"name": "apply_patch", "arguments": {"input": text}}, ensure_ascii=False)
+    inner = json.dumps({"input": text}, ensure_ascii=False)
+    return {
+        "hermes": f"<tool_call>\n{call}\n</tool_call>",
+        "qwen3-coder": f"<tool_call>\n<function=apply_patch>\n<parameter=input>\n{text}\n</parameter>\n</function>\n"
+        "</tool_call>",
+        "mistral": f"[TOOL_CALLS]apply_patch[ARGS]{inner}",
+        "deepseek": f"{DEEPSEEK.section_open}{DEEPSEEK.call_open}apply_patch{DEEPSEEK.separator}"
+        f"{inner}{DEEPSEEK.call_end}{DEEPSEEK.section_end}",
+        "glm": f"<tool_call>apply_patch\n<arg_key>input</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+        "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.apply_patch:0<|tool_call_argument_begin|>"
+        f"{inner}<|tool_call_end|><|tool_calls_section_end|>",
+        "gemma4": f'<|tool_call>call:apply_patch{{input:<|"|>{text}<|"|>}}<tool_call|>',
+        "minimax-m3": f'{MARK}<tool_call>\n{MARK}<invoke name="apply_patch">{MARK}<input>{text}{MARK}</input>'
+        f"{MARK}</invoke>\n{MARK}</tool_call>",
+        "lfm2": f"<|tool_call_start|>[apply_patch(input={json.dumps(text, ensure_ascii=False)})]<|tool_call_end|>",
+        "minimax": f'<minimax:tool_call>\n<invoke name="apply_patch">\n<parameter name="input">{text}</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        "harmony": f"<|channel|>commentary to=functions.apply_patch <|constrain|>json<|message|>{inner}<|call|>",
+    }[family]
+
+
+@pytest.mark.parametrize("text", PATCHES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "hermes",
+        "qwen3-coder",
+        "mistral",
+        "deepseek",
+        "glm",
+        "kimi",
+        "minimax",
+        "harmony",
+        "gemma4",
+        "minimax-m3",
+        "lfm2",
+    ],
+)
+@pytest.mark.parametrize("forced", [True, False])
+def test_a_custom_tools_text_is_held_to_its_grammar_in_every_family(family: str, forced: bool, text: str) -> None:
+    start: Start = "answer" if family == "harmony" else "text"
+    said = one_call(family, text)
+    for special in (True,) if family in ("harmony", "mistral") else (False, True):
+        model = Model(family, special=special, tools=[PATCH], forced=forced, parallel=False, start=start)
+        assert model.allows(said) is PATCHES[text]
+    parsed = parse(family, said, "harmony" if family == "harmony" else "none", tools=[PATCH])
+    assert [custom_input(call.arguments) for call in parsed.calls] == [text]
+
+
+@pytest.mark.parametrize(("family", "special"), FORMS)
+@pytest.mark.parametrize(
+    ("syntax", "definition"),
+    [
+        ("lark", 'start: (/[^a-y]/ LF){1,2} "</parameter>\\n\\"\\\\"i?\nLF: "\\n"'),
+        ("regex", r'^[<>="/\\\n]{1,4}|</(p\x22)?arg_value>\s$'),
+    ],
+)
+def test_what_a_custom_tools_grammar_lets_through_is_read_as_a_text_of_it(
+    family: str, special: bool, syntax: str, definition: str
+) -> None:
+    tool = custom(definition, syntax)
+    start: Start = "answer" if family == "harmony" else "text"
+    assert tool.input_form is not None
+    allowed = re.compile(tool.input_form.pattern.replace("{a}", "0a"), re.ASCII)
+    for seed in range(6):
+        model = Model(family, special=special, tools=[tool], forced=True, parallel=seed % 2 == 0, start=start)
+        said = model.babble(seed)
+        parsed = parse(family, said, "harmony" if family == "harmony" else "none", tools=[tool])
+        assert parsed.calls, said
+        assert parsed.text == "", said
+        for call in parsed.calls:
+            assert call.name == "apply_patch"
+            assert allowed.fullmatch(custom_input(call.arguments)), said

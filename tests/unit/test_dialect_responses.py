@@ -7,7 +7,15 @@ import msgspec
 import pytest
 
 from moeserve.frontend.dialects import chat, responses
-from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, OutputFormat, Tool, ToolChoice
+from moeserve.frontend.dialects.internal import (
+    ChatPrompt,
+    GenerateRequest,
+    InputForm,
+    ModelFacts,
+    OutputFormat,
+    Tool,
+    ToolChoice,
+)
 from moeserve.frontend.dialects.responses_items import ClientName, Earlier, Named, seal_reasoning
 from moeserve.frontend.errors import ApiError
 
@@ -276,6 +284,31 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
     assert prompt_of(request).messages[1] == {"role": "tool", "content": "1", "tool_call_id": "1", "name": "sql"}
 
 
+def custom(name: str, form: Any) -> dict[str, Any]:
+    return {"type": "custom", "name": name, "format": form}
+
+
+def test_a_custom_tool_with_a_grammar_is_strict_and_the_model_and_the_answer_have_the_grammar() -> None:
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" LF\n%import common.LF'}
+    request = parse(tools=[custom("patch", form)])
+    (tool,) = request.tools
+    assert tool.strict
+    assert tool.parameters is not None
+    assert form["definition"] in tool.parameters["properties"]["input"]["description"]
+    assert turn_of(request).repeated["tools"][0]["format"] == form
+
+
+@pytest.mark.parametrize(
+    ("definition", "pattern"), [("^a|b$", "a|b"), (r"a\$", r"a\$"), (r"a\\$", r"a\\"), ("[0-9]+", "[0-9]+")]
+)
+def test_anchors_around_a_custom_tools_expression_are_left_out_as_it_matches_whole_texts(
+    definition: str, pattern: str
+) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": definition}
+    (tool,) = parse(tools=[custom("c", form)]).tools
+    assert tool.input_form == InputForm(pattern, "tools[0].format.definition")
+
+
 @pytest.mark.parametrize(
     ("tools", "param"),
     [
@@ -295,7 +328,16 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
         ([WEATHER, WEATHER], "tools[1].name"),
         ([{"type": "namespace", "name": "n", "tools": {}}], "tools[0].tools"),
         ([{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}], "tools[0].tools[0].name"),
-        ([{"type": "custom", "name": "c", "format": {"type": "grammar"}}], "tools[0].format.type"),
+        ([custom("c", {"type": "json"})], "tools[0].format.type"),
+        ([custom("c", [])], "tools[0].format"),
+        ([custom("c", {"type": "grammar", "definition": "x"})], "tools[0].format.syntax"),
+        ([custom("c", {"type": "grammar", "syntax": "gbnf", "definition": "x"})], "tools[0].format.syntax"),
+        ([custom("c", {"type": "grammar", "syntax": "regex"})], "tools[0].format.definition"),
+        (
+            [custom("c", {"type": "grammar", "syntax": "lark", "definition": "x" * 2**18})],
+            "tools[0].format.definition",
+        ),
+        ([custom("c", {"type": "grammar", "syntax": "lark", "definition": "x"})], "tools[0].format.definition"),
     ],
 )
 def test_bad_tools_and_namespaces_are_refused_by_name(tools: Any, param: str) -> None:

@@ -207,3 +207,46 @@ def test_the_word_or_the_schema_at_a_path_goes() -> None:
     assert without(schema, ("anyOf", 0, "d"))["anyOf"] == [{}, 5]
     assert without(schema, ("other",)) == without(schema, ()) == without(False, ("a",)) == {}
     assert schema["properties"] == {"p": {"items": {"b": 2, "c": 3}}}
+
+
+def custom(syntax: str, definition: str) -> dict[str, Any]:
+    return {
+        "type": "custom",
+        "name": "patch",
+        "format": {"type": "grammar", "syntax": syntax, "definition": definition},
+    }
+
+
+def of_responses(server: Server, *tools: dict[str, Any], **fields: Any) -> Prepared | ApiError:
+    return server.reply(*tools, kind="responses", messages=None, input="hi", **fields)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "custom", "name": "patch"}])
+def test_a_custom_tools_grammar_holds_whether_a_call_is_forced_or_free(server: Server, choice: Any) -> None:
+    tools = custom("lark", 'start: "+" /.*/ LF\n%import common.LF'), {"type": "function", **tool({"type": "object"})}
+    prepared = of_responses(server, *tools, tool_choice=choice)
+    assert isinstance(prepared, Prepared)
+    assert server.allows(prepared, "patch", {"input": '+"a"\n'})
+    assert not server.allows(prepared, "patch", {"input": "-a\n"})
+    assert not server.allows(prepared, "patch", {"input": "+a\n+b\n"})
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition", "reason"),
+    [
+        ("regex", "a(", "unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("lark", "start: /[/", "unclosed character class"),
+        ("lark", "start: start", "names itself"),
+    ],
+)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_custom_tools_grammar_that_cannot_be_held_is_refused_with_its_field_and_the_reason(
+    server: Server, syntax: str, definition: str, reason: str, choice: str
+) -> None:
+    error = of_responses(server, custom("regex", "x"), {**custom(syntax, definition), "name": "b"}, tool_choice=choice)
+    assert isinstance(error, ApiError)
+    assert (error.status, error.param) == (400, "tools[1].format.definition")
+    assert reason in error.message
+    assert "^(?:" not in error.message
+    assert "start: /" not in error.message

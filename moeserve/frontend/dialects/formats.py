@@ -285,7 +285,7 @@ def constraint_of(form: OutputFormat, ids: Mapping[str, int] = _NO_IDS) -> Const
             return of_schema(form.value, where)
         case "regex":
             _check_size(form.value, where)
-            return _of_lark(f"start: /{_ascii(form.value)}/", where)
+            return _of_lark(f"start: /{ascii_pattern(form.value)}/", where)
         case "choice":
             return _of_lark(_choices(form.value, where), where)
         case "grammar":
@@ -302,7 +302,7 @@ def ascii_classes(lark: str) -> str:
 
     def replaced(found: re.Match[str]) -> str:
         pattern = found["pattern"]
-        return found[0] if pattern is None else f"/{_ascii(pattern)}/"
+        return found[0] if pattern is None else f"/{ascii_pattern(pattern)}/"
 
     return _LARK_PARTS.sub(replaced, lark)
 
@@ -495,7 +495,7 @@ def _choices(texts: Sequence[str], where: str) -> str:
     return lark
 
 
-def _ascii(pattern: str) -> str:
+def ascii_pattern(pattern: str) -> str:
     """Return a pattern as it stands between slashes in Lark, with its classes of characters in ASCII."""
     converted: str = regex_to_lark(pattern, "dws")
     return converted

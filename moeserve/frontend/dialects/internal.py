@@ -54,17 +54,27 @@ def _least(first: int, *others: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class InputForm:
+    """The form of a custom tool's input: a regular expression for the whole text. where: the request field that has
+    it."""
+
+    pattern: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tool:
     """A function that the model may call.
 
     parameters: the JSON schema of its arguments, None for any object. strict: hold every call to the schema, also where
-    the model is free to call or not.
+    the model is free to call or not. input_form: of the one text of a custom tool, None for any text.
     """
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+    input_form: InputForm | None = None
 
 
 @dataclass(frozen=True, slots=True)

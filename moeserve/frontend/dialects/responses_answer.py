@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from moeserve.frontend.dialects.chat_parts import CUSTOM_INPUT
+from moeserve.frontend.dialects.custom_tools import custom_input
 from moeserve.frontend.dialects.internal import (
     WRITTEN_AT_ONCE,
     Delta,
@@ -174,20 +174,10 @@ class CallItem:
 
     def object(self, status: str) -> Item:
         text = "".join(self._pieces)
-        return {**self._item, self._field: _custom_input(text) if self._custom else text, "status": status}
+        return {**self._item, self._field: custom_input(text) if self._custom else text, "status": status}
 
     def _named(self) -> dict[str, str]:
         return {} if self._custom else {"name": self._item["name"]}
-
-
-def _custom_input(arguments: str) -> str:
-    """Return the text of a custom tool's arguments; the arguments themselves if they were cut off."""
-    try:
-        decoded = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
-        return arguments
-    text = decoded.get(CUSTOM_INPUT) if isinstance(decoded, dict) else None
-    return text if isinstance(text, str) else arguments
 
 
 class ResponsesFormatter(Formatter):

@@ -1,8 +1,7 @@
 """The parts of conversations as `/v1/responses` writes them: items, into the messages of a chat prompt, and tools.
 
 Everything that the assistant put out in one turn, reasoning, text and calls, is one message, as chat has it. A model
-knows tools by one name each: a function `f` of namespace `n` is `n__f` for it; a custom tool is a function with one
-text, `input`.
+knows tools by one name each: a function `f` of namespace `n` is `n__f` for it.
 """
 
 from __future__ import annotations
@@ -25,15 +24,9 @@ from moeserve.frontend.dialects.chat_parts import (
     make_tool,
     placeholder,
 )
+from moeserve.frontend.dialects.custom_tools import make_custom_tool, repeated_format
 from moeserve.frontend.dialects.internal import Tool, ToolChoice
 from moeserve.frontend.errors import ApiError, invalid, unsupported
-
-_CUSTOM_PARAMETERS = {
-    "type": "object",
-    "properties": {CUSTOM_INPUT: {"type": "string"}},
-    "required": [CUSTOM_INPUT],
-    "additionalProperties": False,
-}
 
 Item = dict[str, Any]
 
@@ -140,37 +133,29 @@ def _namespace(found: ToolSet, tool: dict[str, Any], where: str) -> dict[str, An
 
 def _callable(found: ToolSet, tool: dict[str, Any], where: str, namespace: str | None) -> dict[str, Any]:
     """Add a function or a custom tool; return it as the answer repeats it."""
-    description, strict = _text(tool, "description", where), tool.get("strict")
-    is_custom = tool["type"] == "custom"
-    parameters = _CUSTOM_PARAMETERS if is_custom else tool.get("parameters")
+    name, description = _read_name(tool, where), _text(tool, "description", where)
+    is_custom, repeated = tool["type"] == "custom", dict[str, Any]()
     if is_custom:
-        _check_format(tool, where)
+        form = tool.get("format")
+        made = make_custom_tool(name, description, form, where, limits.MAX_TOOL_NAME_CHARS)
+        repeated = {"description": description or "", "format": repeated_format(form)}
+    else:
+        made = _function(tool, name, description, where)
+        repeated = {"description": description, "parameters": made.parameters, "strict": made.strict}
+    known_as = model_name(name, namespace)
+    found.tools.append(replace(made, name=known_as))
+    found.paths.append(f"{where}.name")
+    found.names[known_as] = ClientName(name, namespace, is_custom)
+    return {"type": tool["type"], "name": name, **repeated}
+
+
+def _function(tool: dict[str, Any], name: str, description: str | None, where: str) -> Tool:
+    parameters, strict = tool.get("parameters"), tool.get("strict")
     if not isinstance(parameters, dict | None):
         raise invalid(f"`{where}.parameters` must be an object", f"{where}.parameters")
     if not isinstance(strict, bool | None):
         raise invalid(f"`{where}.strict` must be a boolean", f"{where}.strict")
-    made = make_tool(_read_name(tool, where), description, parameters, strict, where, limits.MAX_TOOL_NAME_CHARS)
-    known_as = model_name(made.name, namespace)
-    found.tools.append(replace(made, name=known_as))
-    found.paths.append(f"{where}.name")
-    found.names[known_as] = ClientName(made.name, namespace, is_custom)
-    if is_custom:
-        return {"type": "custom", "name": made.name, "description": description or "", "format": {"type": "text"}}
-    return {
-        "type": "function",
-        "name": made.name,
-        "description": description,
-        "parameters": parameters,
-        "strict": made.strict,
-    }
-
-
-def _check_format(tool: dict[str, Any], where: str) -> None:
-    form = tool.get("format")
-    if form is None or (isinstance(form, dict) and form.get("type") == "text"):
-        return
-    kind = form.get("type") if isinstance(form, dict) else form
-    raise unsupported(f"{where}.format.type", str(kind)[:40])
+    return make_tool(name, description, parameters, strict, where, limits.MAX_TOOL_NAME_CHARS)
 
 
 def _read_name(entry: dict[str, Any], where: str) -> str:

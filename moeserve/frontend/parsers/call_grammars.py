@@ -177,7 +177,9 @@ def _value(rules: Rules, inner: Any, schema: Mapping[str, Any], layout: Layout, 
     is_text = not types or "string" in types
     head = _tags(rules, layout, layout.argument[1].replace("STRING", "true" if is_text else "false"))
     close = layout.argument[2]
-    if not is_text:
+    if tool.input_form is not None:
+        value = rules.matching(tool.input_form.pattern, close, _tags_behind(layout))
+    elif not is_text:
         value = f"{json_value({**inner, **definitions(schema)}, strict=tool.strict)} {rules.text(close)}"
     elif (choices := choices_of(inner, schema)) is not None:
         value = f"({' | '.join(map(literal, choices))}) {rules.text(close)}"

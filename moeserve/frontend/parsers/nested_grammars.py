@@ -28,7 +28,7 @@ class NestedValues(ABC):
 
     def __init__(self, rules: Rules, tool: Tool) -> None:
         self.rules = rules
-        self._root, self._strict = arguments_schema(tool), tool.strict
+        self._root, self._strict, self._form = arguments_schema(tool), tool.strict, tool.input_form
 
     def arguments(self, close: str = "") -> str:
         """Return the expression for all arguments and the text `close` behind them."""
@@ -60,6 +60,10 @@ class NestedValues(ABC):
     def free(self, close: str) -> str:
         """Return the expression for any value."""
 
+    def any_text(self, end: str) -> str:
+        """Return the expression for a text and `end` behind it. A custom tool has one, which its form holds."""
+        return self.rules.until(end) if self._form is None else self.rules.matching(self._form.pattern, end)
+
     @abstractmethod
     def text(self, choices: list[str] | None, close: str) -> str: ...
 
@@ -86,7 +90,7 @@ class GemmaValues(NestedValues):
     def text(self, choices: list[str] | None, close: str) -> str:
         quote = self.rules.text(_QUOTE)
         if choices is None:
-            return f"{quote} {self.rules.until(_QUOTE)}"
+            return f"{quote} {self.any_text(_QUOTE)}"
         return self.rules.choice(
             '"null"' if choice == "null" else f"{quote} {literal(choice)} {quote}" for choice in choices
         )
@@ -113,7 +117,7 @@ class ElementValues(NestedValues):
 
     def text(self, choices: list[str] | None, close: str) -> str:
         if choices is None:
-            return self.rules.until(close)
+            return self.any_text(close)
         return f"({' | '.join(map(literal, choices))}) {self.rules.text(close)}"
 
     def object(self, schema: Any, depth: int, close: str) -> str:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from moeserve.frontend.dialects.formats import closed, enforceable, json_expression
+from moeserve.frontend.dialects.chat_parts import CUSTOM_INPUT
+from moeserve.frontend.dialects.formats import ascii_pattern, closed, enforceable, json_expression
 from moeserve.frontend.dialects.internal import Tool
 
 ANY_TEXT = "/(?s:.*)/"
@@ -67,13 +68,19 @@ class Rules:
         further = self._until(end, [f"~/\\s*({'|'.join(map(escaped, tags))})(?s:.*)/"])
         return f"{self.until(end)} ({further})*"
 
-    def _until(self, end: str, but: Sequence[str]) -> str:
-        """but: patterns of Lark."""
+    def matching(self, pattern: str, end: str, tags: Iterable[str] = ()) -> str:
+        """Return the expression for a text that a pattern matches whole, and `end` behind it. The text holds no `end`
+        that one of `tags` follows, and none at all without tags."""
+        read_early = f"~/(?s:.*){escaped(end)}\\s*({'|'.join(map(escaped, tags))})(?s:.*)/"
+        return self._until(end, [read_early], f"({ascii_pattern(pattern)})")
+
+    def _until(self, end: str, but: Sequence[str], text: str = "(?s:.*)") -> str:
+        """text: a pattern between slashes. but: patterns of Lark."""
         pieces = self._pieces(end)
         if len(pieces) == 1:
-            return self.add(" & ".join([ANY_TEXT, *but]), f"[suffix={literal(end)}]")
+            return self.add(" & ".join([f"/{text}/", *but]), f"[suffix={literal(end)}]")
         # A lexeme of any text takes what is text before the first token.
-        lexeme = self.add(" & ".join([f"/(?s:.*){escaped(pieces[0])}/", *but]), kind="T")
+        lexeme = self.add(" & ".join([f"/{text}{escaped(pieces[0])}/", *but]), kind="T")
         return f"{lexeme} {self._joined(['', *pieces[1:]])}"
 
     def several(self, one: str, between: str, parallel: bool) -> str:
@@ -114,7 +121,7 @@ def _or(one: str, other: str) -> str:
 
 def escaped(text: str) -> str:
     """Return a pattern for a text inside slashes."""
-    return re.escape(text).replace("/", "\\/")
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")
 
 
 def literal(text: str) -> str:
@@ -133,6 +140,9 @@ def spaced(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments, an object. Objects that list their properties have no others."""
+    if tool.input_form is not None:
+        text = {"type": "string", "pattern": f"^(?:{tool.input_form.pattern})$"}
+        return {**(tool.parameters or {}), "properties": {CUSTOM_INPUT: text}}
     schema = closed(enforceable(tool.parameters or {}, "tools"))
     return schema if schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"} else {"type": "object", **schema}
 

@@ -22,11 +22,12 @@ from moeserve.frontend.dialects.formats import (
     Constraint,
     ascii_classes,
     constrain,
+    constraint_of,
     of_calls,
     of_prepared,
     unenforceable,
 )
-from moeserve.frontend.dialects.internal import Tool
+from moeserve.frontend.dialects.internal import InputForm, OutputFormat, Tool
 from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.parsers.rules import arguments_schema, spaced
 from moeserve.frontend.prepare.messages import Relaxed, Stage, Watch
@@ -93,7 +94,7 @@ class GrammarCheck:
         relaxed, news = list[Tool](), list[Relaxed]()
         deadline = time.process_time() + _SECONDS_TO_RELAX
         for tool in tools:
-            key = _digest(f"{tool.strict}{json.dumps(tool.parameters)}")
+            key = _digest(f"{tool.strict}{json.dumps(tool.parameters)}{tool.input_form}")
             paths: tuple[str, ...] = ()
             if key in self._schemas:
                 schema = self._schemas[key]
@@ -112,6 +113,8 @@ class GrammarCheck:
 
         deadline: of processor time; later nothing of a schema is enforced that is not strict.
         """
+        if tool.input_form is not None:
+            self._check_input(tool, tool.input_form, eos_token_ids)
         schema, paths = tool.parameters, list[str]()
         while time.process_time() < deadline and len(paths) < _MOST_WORDS:
             verdict = self._fault(replace(tool, parameters=schema), calls_of, eos_token_ids)
@@ -124,6 +127,13 @@ class GrammarCheck:
             schema = without(schema, verdict.path)
             paths.append(str(fault.param))
         return (tool.parameters, ()) if tool.strict else (None, ("parameters",))
+
+    def _check_input(self, tool: Tool, form: InputForm, eos_token_ids: Sequence[int]) -> None:
+        verdict = self._verdict(constraint_of(OutputFormat("regex", form.pattern, form.where)), eos_token_ids)
+        if verdict.error is not None:
+            fault = unenforceable(form.where, (), verdict.error)
+            message = f"The custom tool `{tool.name}` has a form that cannot be enforced. {fault.message}"
+            raise invalid(message, form.where)
 
     def _fault(self, tool: Tool, calls_of: Callable[[Tool], str], eos_token_ids: Sequence[int]) -> Verdict:
         """Return the verdict on a tool's calls, with the place of an error in its schema."""
