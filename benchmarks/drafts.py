@@ -162,12 +162,13 @@ def kinds(num_tokens: int, eos: tuple[int, ...]) -> dict[str, Kind]:
 
 @dataclass(slots=True)
 class Service:
-    """A method's scheduler over the one model. Counts are of measured runs. clock: gives seconds."""
+    """A method's scheduler over the one model. clock: gives seconds. step_s: of each step so far."""
 
     scheduler: Scheduler
     steps: Steps
     clock: Callable[[], float]
     num_served: int = 0
+    step_s: list[float] = field(default_factory=list)
 
     def serve(
         self,
@@ -195,7 +196,8 @@ class Service:
                 if output.token_id is not None:
                     found[output.request.request_id].append(output.token_id)
             self.scheduler.take_started()
-            self.scheduler.count_step(self.clock() - began)
+            self.step_s.append(self.clock() - began)
+            self.scheduler.count_step(self.step_s[-1])
         return list(found.values())
 
     @property
@@ -230,7 +232,7 @@ class Bench:
         tokenizer = (ensure_demo() if is_gguf_folder(folder) else folder) / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(tokenizer))
         ranks = dict[bool, Rank]()
-        self._services, self._masks = {}, list[GrammarMasks]()
+        self.services, self._masks = dict[str, Service](), list[GrammarMasks]()
         for method in methods:
             threads = 1 if cpu_time else ServeConfig.threads
             config = ServeConfig(max_num_seqs=2 * most_streams, speculative_config=method, threads=threads)
@@ -244,24 +246,27 @@ class Bench:
             masks = GrammarMasks(tokenizer, rank.model.spec.vocab_size, eos, most_drafts=most)
             self._masks.append(masks)
             steps = Steps(scheduler, LocalExecutor(rank.runner), rank.depth, masks=masks)
-            self._services[method] = Service(scheduler, steps, clock)
-        self.eos = eos
+            self.services[method] = Service(scheduler, steps, clock)
+        self.eos, self.tokenizer_json, self.vocab_size = eos, tokenizer, rank.model.spec.vocab_size
 
     def close(self) -> None:
         for masks in self._masks:
             masks.close()
 
+    def prompts(self, kind: Kind, streams: int) -> list[array[int]]:
+        return [array("i", self._tokenizer.encode(kind.prompt(number)).ids) for number in range(streams)]
+
     def run(self, kind: Kind, streams: int, namespace: str, first: int, found: dict[str, Measured]) -> None:
         """Serve a kind of text with every method, beginning with number `first`, and add the times to `found`."""
-        prompts = [array("i", self._tokenizer.encode(kind.prompt(number)).ids) for number in range(streams)]
+        prompts = self.prompts(kind, streams)
         answers, predicted = [], None
         if kind.is_predicted:
             draw = Random(first)
-            before = self._services[NONE].serve(prompts, kind.sampling, f"{namespace} before")
+            before = self.services[NONE].serve(prompts, kind.sampling, f"{namespace} before")
             predicted = [edited(answer, draw) for answer in before]
         for turn in range(len(self.methods)):
             method = self.methods[(first + turn) % len(self.methods)]
-            service, measured = self._services[method], found[method]
+            service, measured = self.services[method], found[method]
             num_before = kind.sampling.max_tokens if kind.is_second_run else 1
             service.serve(prompts, replace(kind.sampling, max_tokens=num_before), namespace)
             drafts, accepted = service.drafted

@@ -11,7 +11,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count, pairwise, takewhile
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +36,10 @@ _LEAST_GAIN = 1.03
 
 # [requests, places]: how likely each draft and all before it are right, or 0 where there is no draft; rows fall.
 Chances = NDArray[np.float64]
-FloatsT = TypeVar("FloatsT", float, NDArray[np.float64])
+_Floats = NDArray[np.float64]
 
 
-def _blend(right: FloatsT, number: FloatsT, expected: FloatsT, weight: float) -> FloatsT:
+def _blend(right: _Floats, number: _Floats, expected: _Floats, weight: float) -> _Floats:
     """Return how likely guesses are right. The expectation weighs as much as `weight` guesses."""
     return (right + expected * weight) / (number + weight)
 
@@ -93,24 +92,6 @@ class Acceptance:
             kind, is_right = first + _CLASSES[min(num_matched + number, _LAST)], number < num_right
             own.count(kind, is_right=is_right)
             of_all.count(kind, is_right=is_right)
-
-    def rate(self, own: Rates, source: str, num_matched: int) -> float:
-        """Return how likely the token behind `num_matched` equal ones, of the source and right guesses, is right."""
-        kind = self._kinds[source] + _CLASSES[min(num_matched, _LAST)]
-        right, number = self._of_all.counts[2 * kind : 2 * kind + 2]
-        expected = _blend(right, number, self._first_rates[kind], _FIRST_WEIGHT)
-        right, number = own.counts[2 * kind : 2 * kind + 2]
-        return _blend(right, number, expected, _WEIGHT_OF_SERVICE)
-
-    def worth(self, own: Rates, source: str, num_matched: int, num_tokens: int) -> float:
-        """Return how many of the first `num_tokens` tokens of a guess are likely to be right."""
-        chance, worth = 1.0, 0.0
-        for number in range(num_matched, num_matched + num_tokens):
-            chance *= self.rate(own, source, number)
-            if chance < LEAST_LIKELY:
-                break
-            worth += chance
-        return worth
 
     def chances(
         self,

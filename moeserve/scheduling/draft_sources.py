@@ -32,7 +32,10 @@ _MOST_PLACES = 16
 
 
 class Guess(NamedTuple):
-    """Tokens that may follow a request's tokens. `num_matched` tokens before them equal the source's."""
+    """Tokens that may follow a request's tokens, none where the source has no guess.
+
+    `num_matched` tokens before them equal the source's.
+    """
 
     source: str
     num_matched: int
@@ -48,6 +51,9 @@ class Guess(NamedTuple):
         return number
 
 
+_NOTHING_CACHED = Guess(CACHED_TEXT, 0, array("i"))
+
+
 class OwnText:
     """A request's prompt and output: where its last tokens occurred before, the same tokens are likely to follow."""
 
@@ -60,12 +66,11 @@ class OwnText:
         """Index up to `most` further tokens. Return how many."""
         return self._index.extend(tokens, most)
 
-    def guess(self, tokens: array[int], least: int, most: int) -> Guess | None:
+    def guess(self, tokens: array[int], least: int, most: int) -> Guess:
         """Return up to `most` tokens that followed the longest, then latest, match of at least `least` tokens."""
         position, num_matched = self._index.find(tokens, tokens[-LONGEST_MATCH:])
-        if num_matched < least:
-            return None
-        return Guess(OWN_TEXT, num_matched, tokens[position : position + most])
+        guessed = tokens[position : position + most] if num_matched >= least else array("i")
+        return Guess(OWN_TEXT, num_matched, guessed)
 
 
 class CachedText:
@@ -78,25 +83,26 @@ class CachedText:
     __slots__ = ("_last", "_num_followed", "_num_published")
 
     def __init__(self) -> None:
-        self._last: Guess | None = None
+        self._last = _NOTHING_CACHED
         self._num_followed = 0
         # The number of tokens that the request had published when nothing continued them; -1 if something did.
         self._num_published = -1
 
     def follow(self, new_tokens: Sequence[int]) -> None:
-        """Receive the tokens that have followed the last guess."""
-        is_right = self._last is not None and self._last.num_right(new_tokens) == len(new_tokens)
+        """Receive the tokens that have followed, also behind no guess."""
+        is_right = self._last.num_right(new_tokens) == len(new_tokens)
         self._num_followed = self._num_followed + len(new_tokens) if is_right else 0
+        self._last = _NOTHING_CACHED
 
-    def guess(self, request: Request, memory: RequestMemory, most: int) -> Guess | None:
+    def guess(self, request: Request, memory: RequestMemory, most: int) -> Guess:
         """Return up to `most` tokens that are cached behind the request's tokens."""
         assert request.lease is not None
         num_published = request.lease.num_published_tokens
         if num_published == self._num_published:
-            return None
+            return _NOTHING_CACHED
         tokens = memory.continuation(request, most)
         self._num_published = -1 if tokens else num_published
-        self._last = Guess(CACHED_TEXT, self._num_followed, tokens) if tokens else None
+        self._last = Guess(CACHED_TEXT, self._num_followed, tokens)
         return self._last
 
 
@@ -127,10 +133,10 @@ class PredictedText:
             if place is not None:
                 self._place, self._num_followed = place + _FOUND_AGAIN, _FOUND_AGAIN
 
-    def guess(self, most: int) -> Guess | None:
+    def guess(self, most: int) -> Guess:
         """Return up to `most` tokens of the text, where the answer's last token is that of the text."""
-        tokens = self._tokens[self._place : self._place + most]
-        return Guess(PREDICTED_TEXT, self._num_followed, tokens) if tokens and self._num_followed else None
+        tokens = self._tokens[self._place : self._place + most] if self._num_followed else array("i")
+        return Guess(PREDICTED_TEXT, self._num_followed, tokens)
 
 
 def _find(tokens: array[int], wanted: array[int], start: int) -> int | None:

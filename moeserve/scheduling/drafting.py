@@ -7,7 +7,7 @@ never changes a token.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -41,8 +41,6 @@ _TAIL = 3
 # benchmark of an agent's second run and of predicted answers. Forced tokens are wrong only where the model divides the
 # same text into tokens in another way.
 _FIRST_RATES = {OWN_TEXT: 0.5, CACHED_TEXT: 0.9, PREDICTED_TEXT: 0.9, MTP: 0.5, FORCED: 0.9, LAYOUT: 0.5}
-# Guesses are compared by this number of their first tokens.
-_COMPARED = 4
 _NO_GUESS = Guess(OWN_TEXT, 0, array("i"))
 
 
@@ -65,11 +63,11 @@ class DraftCounters:
 
 @dataclass(slots=True)
 class _Known:
-    """The facts about one request that drafting keeps: its rates, its texts and its present guesses, the best first.
+    """The facts about one request that drafting keeps: its rates, its texts and its present guess.
 
     predicted: None where the client predicts no text. num_read: the number of the request's tokens that they have seen.
 
-    Its draft tokens are those of the best guess, then `num_forced` and `num_laid` tokens, see `MadeMask`.
+    Its draft tokens are those of the guess, then `num_forced` and `num_laid` tokens, see `MadeMask`.
     """
 
     rates: Rates
@@ -77,12 +75,12 @@ class _Known:
     own: OwnText = field(default_factory=OwnText)
     cached: CachedText = field(default_factory=CachedText)
     predicted: PredictedText | None = None
-    guesses: list[Guess] = field(default_factory=list)
+    guess: Guess = _NO_GUESS
     num_forced: int = 0
     num_laid: int = 0
 
     def forget_added(self) -> None:
-        """Leave the request only the drafts of the best guess."""
+        """Leave the request only the drafts of the guess."""
         self.num_forced = self.num_laid = 0
 
 
@@ -99,8 +97,8 @@ class _Asked(NamedTuple):
 class Drafting:
     """Guesses the next tokens of requests, learns how good guesses are, and chooses how many to verify.
 
-    The best guess for a request is its `draft_tokens`. All guesses are judged by the tokens that follow, so a source is
-    learnt whether or not a step verifies its guesses.
+    The guess for a request is its `draft_tokens`. It is judged by the tokens that follow, so a source is learnt whether
+    or not a step verifies its guesses.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -180,20 +178,18 @@ class Drafting:
             return
         # After steps that were not read, these are the tokens of several steps.
         new_tokens, known.num_read = request.token_ids[known.num_read :], len(request.token_ids)
-        for guess in known.guesses:
-            self._judge(known, guess, new_tokens)
-            if guess.source == PREDICTED_TEXT and chunk.num_drafts:
-                _count_predicted(request, guess, chunk, num_accepted)
+        self._judge(known, known.guess, new_tokens)
+        if known.guess.source == PREDICTED_TEXT and chunk.num_drafts:
+            _count_predicted(request, known.guess, chunk, num_accepted)
         self._judge_added(request, known, new_tokens)
         known.cached.follow(new_tokens)
         if known.predicted is not None:
             known.predicted.follow(new_tokens, request.token_ids[-min(request.num_output_tokens, _TAIL) :])
-        known.guesses = self._guesses(request, known, memory, predicted)
-        if len(known.guesses) > 1:
-            known.guesses.sort(key=lambda guess: self._worth(known.rates, guess), reverse=True)
+        guesses = (self._until_stop(request, guess) for guess in self._guesses(request, known, memory, predicted))
+        known.guess = next((guess for guess in guesses if guess.tokens), _NO_GUESS)
         known.forget_added()
         request.draft_masks = ()
-        request.draft_tokens = known.guesses[0].tokens if known.guesses else array("i")
+        request.draft_tokens = known.guess.tokens
 
     def receive(
         self,
@@ -260,7 +256,7 @@ class Drafting:
         # All ranks at once: for a few rows the cost of such arithmetic is per call.
         chances = self._acceptance.chances(
             [each.rates for each in known],
-            [each.guesses[0] if each.guesses else _NO_GUESS for each in known],
+            [each.guess for each in known],
             [
                 len(request.draft_tokens) - each.num_forced - each.num_laid
                 for request, each in zip(requests, known, strict=True)
@@ -298,20 +294,17 @@ class Drafting:
             if first < end and array("i", new_tokens[:first]) == drafts[:first]:
                 self._judge(known, Guess(source, 0, drafts[first:end]), new_tokens[first:])
 
-    def _guesses(self, request: Request, known: _Known, memory: RequestMemory, predicted: Sequence[int]) -> list[Guess]:
-        """Return the guesses of all sources that have one. Of equal ones the client's comes first."""
-        config, most = self._config, self._config.num_speculative_tokens
-        found = [None if known.predicted is None else known.predicted.guess(most)]
-        found.append(known.own.guess(request.token_ids, config.prompt_lookup_min, most))
-        if config.method != "ngram":
-            found.append(known.cached.guess(request, memory, most))
-        found.append(Guess(MTP, 1, array("i", predicted)) if predicted else None)
-        kept = [self._until_stop(request, guess) for guess in found if guess is not None]
-        return [guess for guess in kept if guess.tokens]
-
-    def _worth(self, rates: Rates, guess: Guess) -> float:
-        """Return how many of a guess's first tokens are likely to be right."""
-        return self._acceptance.worth(rates, guess.source, guess.num_matched, min(_COMPARED, len(guess.tokens)))
+    def _guesses(
+        self, request: Request, known: _Known, memory: RequestMemory, predicted: Sequence[int]
+    ) -> Iterator[Guess]:
+        """Yield the guesses of all sources that have one, that of the usually surest source first."""
+        most = self._config.num_speculative_tokens
+        if known.predicted is not None:
+            yield known.predicted.guess(most)
+        if self._config.method != "ngram":
+            yield known.cached.guess(request, memory, most)
+        yield known.own.guess(request.token_ids, self._config.prompt_lookup_min, most)
+        yield Guess(MTP, 1, array("i", predicted))
 
     def _until_stop(self, request: Request, guess: Guess) -> Guess:
         """Cut a guess before a token that ends the request: no row is needed after it."""

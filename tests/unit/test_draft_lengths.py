@@ -137,10 +137,9 @@ def test_a_guess_is_as_likely_as_all_before_it_and_its_own_rate(
         tokens = [(source, num_matched + number) for number in range(num_guessed)]
         tokens += [(FORCED, number) for number in range(num_forced)]
         tokens += [(LAYOUT, number) for number in range(num_laid)]
-        rates = [acceptance.rate(owners[owner], *token) for token in tokens]
+        ones = [Guess(*token, array("i")) for token in tokens]
+        rates = [acceptance.chances([owners[owner]], [one], [1], [0], [1]).item() for one in ones]
         expected.append([chance if chance >= LEAST_LIKELY else 0.0 for chance in accumulate(rates, mul)])
-        worth = sum(expected[-1][: min(4, num_guessed)])
-        assert acceptance.worth(owners[owner], source, num_matched, min(4, num_guessed)) == pytest.approx(worth)
     own = [owners[owner] for *_, owner in asked]
     guesses = [Guess(source, num_matched, array("i")) for source, num_matched, *_ in asked]
     num_guessed, num_forced = [each[2] for each in asked], [each[3] for each in asked]
