@@ -64,8 +64,8 @@ _ELSEWHERE = (
         "and give clients its address for them",
     ),
     (
-        ("/api/chat", "/api/generate"),
-        "Ollama's API is not served here but for lists of models: set clients to OpenAI's, at /v1",
+        ("/api/create", "/api/copy", "/api/push", "/api/delete", "/api/blobs"),
+        "This server changes no models: it serves the one that it was started with, `moeserve serve MODEL`",
     ),
 )
 

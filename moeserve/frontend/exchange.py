@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import replace
 from typing import Any
 
-from moeserve.frontend.dialects import chat, completions, messages, responses_answer
+from moeserve.frontend.dialects import chat, completions, messages, ollama, responses_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX
 from moeserve.frontend.errors import ApiError, context_length_exceeded, invalid, longest_output, unavailable
@@ -34,6 +34,8 @@ FORMATTERS: dict[Kind, MakeFormatter] = {
     "completions": completions.CompletionFormatter,
     "messages": messages.MessageFormatter,
     "responses": responses_answer.ResponsesFormatter,
+    "ollama_chat": ollama.ChatLines,
+    "ollama_generate": ollama.TextLines,
     "warm": chat.WarmFormatter,
 }
 ID_PREFIXES: dict[Kind, str] = {
@@ -41,6 +43,8 @@ ID_PREFIXES: dict[Kind, str] = {
     "completions": "cmpl-",
     "messages": "msg_",
     "responses": RESPONSE_PREFIX,
+    "ollama_chat": "ollama-",
+    "ollama_generate": "ollama-",
     "warm": "warm-",
 }
 

@@ -18,6 +18,7 @@ from moeserve.frontend.held import hold_of
 from moeserve.frontend.wills import NO_WILL, Will
 
 KEEP_ALIVE = b": keep-alive\n\n"
+RESUMED = b": resumed\n\n"
 DONE = b"data: [DONE]\n\n"
 _SLICE_BYTES = 64 * 1024
 
@@ -27,11 +28,10 @@ Headers = list[tuple[bytes, bytes]]
 # Of an answer: its headers, the next piece of its body, in a stream whole events, and whether it is the last piece.
 Piece = tuple[Headers, bytes, bool]
 
-STREAM_HEADERS: Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_AS_IT_COMES: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+# Of a stream of events, and of one of lines of JSON. The type comes first.
+STREAM_HEADERS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *_AS_IT_COMES]
+LINE_HEADERS: Headers = [(b"content-type", b"application/x-ndjson"), *_AS_IT_COMES]
 
 # By the name of a content coding (RFC 9110, 8.4.1): the windowBits by which zlib expects its header.
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
@@ -237,7 +237,7 @@ class PatientSend:
 
 
 class EventStream:
-    """Server-sent events. Every call of `write` carries whole events and is one write to the connection."""
+    """Server-sent events, or lines. Every call of `write` carries whole ones and is one write to the connection."""
 
     def __init__(self, send: Send, will: Will = NO_WILL, last_words: bytes = b"") -> None:
         """last_words: the events that end the stream, left in the `will` until it ends."""

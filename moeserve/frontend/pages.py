@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moeserve.frontend.dialects.ollama import RUNNING
+from moeserve.frontend.dialects.ollama_models import RUNNING
 from moeserve.frontend.errors import ApiError, forbidden
 from moeserve.frontend.route import JSON, TEXT, RouteTable
 

@@ -55,6 +55,12 @@ def test_users_get_in_everywhere_but_where_a_role_is_asked_for(server: Frontend,
         assert (status == 403) == (ROLES[path] in ("metrics", "admin")), path
 
 
+def test_a_user_of_ollamas_api_puts_nobody_elses_service_to_sleep(server: Frontend) -> None:
+    answer = server.http.post("/api/chat", json={"model": "tiny", "keep_alive": 0}, headers=bearer("alice"))
+    assert (answer.status_code, answer.json()["done_reason"]) == (200, "unload")
+    assert server.http.get("/ready").json() == {"status": "ready"}
+
+
 def test_each_role_reaches_its_routes_and_admin_all(server: Frontend) -> None:
     get, post = server.http.get, server.http.post
     assert get("/metrics", headers=bearer("prom")).status_code == 200

@@ -1,16 +1,25 @@
 """Ollama's API over real HTTP and a scripted engine: what strict clients read."""
 
+import json
 from collections.abc import Iterator
 from datetime import datetime
+from typing import Any
 
 import pytest
 
+from moeserve.wire import Generate, unpack_token_ids
+from tests.support.fake_engine import say
 from tests.support.frontend import Frontend, frontend
+from tests.support.tiny_model import ASSISTANT, BOS, END, USER
+
+HELLO = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    with frontend(tmp_path_factory.mktemp("ollama")) as started:
+    with frontend(tmp_path_factory.mktemp("ollama"), reasoning_parser="think") as started:
         yield started
 
 
@@ -55,3 +64,78 @@ def test_errors_are_a_sentence(server: Frontend, body: dict[str, object], status
     assert answer.status_code == status
     assert answer.json().keys() == {"error"}
     assert "model" in answer.json()["error"]
+
+
+def lines(server: Frontend, path: str, **fields: Any) -> list[dict[str, Any]]:
+    answer = server.http.post(f"/api/{path}", json={"model": "tiny", **fields})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def test_a_chat_is_a_stream_of_lines_unless_it_is_asked_for_whole(server: Frontend) -> None:
+    server.engine.script = say("<think>hm</think>Hello!")
+    found = lines(server, "chat", messages=HELLO)
+    parts = [line["message"] for line in found]
+    assert "".join(part["content"] for part in parts) == "Hello!"
+    assert "".join(part.get("thinking", "") for part in parts) == "hm"
+    assert [line["done"] for line in found] == [False] * (len(found) - 1) + [True]
+    whole = server.http.post("/api/chat", json={"model": "tiny", "messages": HELLO, "stream": False}).json()
+    assert whole["message"] == {"role": "assistant", "content": "Hello!", "thinking": "hm"}
+    for end in (found[-1], whole):
+        assert (end["done_reason"], end["eval_count"]) == ("stop", len("<think>hm</think>Hello!"))
+        assert end["prompt_eval_count"] == len([BOS, USER, *b"hi", END, ASSISTANT])
+
+
+def test_a_call_comes_whole_with_its_arguments_as_an_object(server: Frontend) -> None:
+    server.engine.script = say(CALL)
+    found = lines(server, "chat", messages=HELLO, tools=TOOLS)
+    (made,) = [call for line in found for call in line["message"].get("tool_calls", [])]
+    assert made["function"] == {"index": 0, "name": "weather", "arguments": {"city": "Rome"}}
+
+
+def test_a_prompt_is_put_into_the_template_unless_it_is_raw(server: Frontend) -> None:
+    server.engine.script = say("yes")
+    for raw, expected in ((False, [BOS, USER, *b"hi", END, ASSISTANT]), (True, list(b"hi"))):
+        server.engine.received.clear()
+        found = lines(server, "generate", prompt="hi", raw=raw, options={"num_predict": 5, "num_ctx": 99})
+        assert "".join(line["response"] for line in found) == "yes"
+        (asked,) = [message for message in server.engine.received if isinstance(message, Generate)]
+        assert list(unpack_token_ids(asked.token_ids)) == expected
+        assert asked.sampling.max_tokens == 5
+
+
+def test_passed_over_options_are_named_in_a_header(server: Frontend) -> None:
+    server.engine.script = say("yes")
+    answer = server.http.post("/api/chat", json={"model": "tiny", "messages": HELLO, "options": {"num_ctx": 99}})
+    assert answer.headers["x-moeserve-ignored"] == "options.num_ctx"
+
+
+def test_a_request_that_is_sent_again_gets_the_same_lines(server: Frontend) -> None:
+    server.engine.script = say("yes")
+    asked: dict[str, Any] = {"json": {"model": "tiny", "messages": HELLO}, "headers": {"idempotency-key": "once"}}
+    first, again = (server.http.post("/api/chat", **asked) for _ in range(2))
+    assert again.text == first.text
+    assert json.loads(again.text.splitlines()[-1])["done"]
+    assert again.headers["content-type"] == "application/x-ndjson"
+
+
+@pytest.mark.parametrize("path", ["chat", "generate"])
+def test_an_empty_request_loads_the_model(server: Frontend, path: str) -> None:
+    answer = server.http.post(f"/api/{path}", json={"model": "tiny", "keep_alive": "5m"}).json()
+    assert (answer["done"], answer["done_reason"]) == (True, "load")
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"model": "other", "messages": HELLO}, 404),
+        ({"messages": HELLO}, 400),
+        ({"model": "tiny", "messages": HELLO, "options": {"top_p": 2}}, 400),
+        ({"model": "tiny", "messages": [{"role": "user", "content": "x" * 3000}]}, 400),
+    ],
+)
+def test_a_chat_that_is_refused_gets_a_sentence(server: Frontend, fields: dict[str, Any], status: int) -> None:
+    answer = server.http.post("/api/chat", json=fields)
+    assert answer.status_code == status
+    assert isinstance(answer.json()["error"], str)

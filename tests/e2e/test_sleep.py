@@ -98,6 +98,20 @@ def test_wake_up_loads_the_model_and_does_nothing_to_one_that_is_loaded(running:
     assert children_of(running.process.pid)["worker"] == engine
 
 
+def test_ollamas_clients_load_and_unload_the_model_by_keep_alive(running: Service) -> None:
+    def keep(path: str, keep_alive: int) -> str:
+        answer = running.http.post(f"/api/{path}", json={"model": "m", "keep_alive": keep_alive}).json()
+        return str(answer["done_reason"])
+
+    for path in ("chat", "generate"):
+        assert keep(path, 0) == "unload"
+        assert is_sleeping(running)
+        assert running.http.get("/api/ps").json() == {"models": []}
+        assert keep(path, -1) == "load"
+        assert not is_sleeping(running)
+        assert [model["name"] for model in running.http.get("/api/ps").json()["models"]] == ["m"]
+
+
 def test_commands_do_not_wake_it_and_say_that_it_sleeps(running: Service) -> None:
     running.http.post("/sleep")
     for method, path in (("GET", "/v1/cache"), ("POST", "/reset_prefix_cache")):

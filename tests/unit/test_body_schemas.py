@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from moeserve.frontend.dialects import chat, completions, messages, responses
+from moeserve.frontend.dialects import chat, completions, messages, ollama, responses
 from moeserve.frontend.dialects.chat import parse_warm
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
@@ -35,7 +35,11 @@ READERS: dict[str, tuple[Callable[[bytes, ModelFacts], Any], dict[str, Any]]] = 
     "/v1/messages": (messages.parse, {"messages": HELLO, "max_tokens": 4}),
     "/v1/messages/count_tokens": (messages.parse_count, {"messages": HELLO}),
     "/v1/cache/warm": (parse_warm, {"prompt": "hi"}),
+    "/api/chat": (ollama.parse_chat, {"messages": HELLO}),
+    "/api/generate": (ollama.parse_generate, {"prompt": "hi"}),
 }
+# Their names may end in `:latest`. Without messages, or a prompt, they ask that the model is loaded.
+OLLAMAS = ("/api/chat", "/api/generate")
 
 
 def content_of(path: str) -> dict[str, Any]:
@@ -100,8 +104,9 @@ def test_bounds_are_those_of_the_reader(path: str, field: str, value: float, tak
 @pytest.mark.parametrize(
     ("path", "changes"),
     [
-        *((path, {"model": model}) for path in READERS for model in ("other", 1)),
-        *((path, {field: None}) for path, (_, base) in READERS.items() for field in base),
+        *((path, {"model": 1}) for path in READERS),
+        *((path, {"model": "other"}) for path in READERS if path not in OLLAMAS),
+        *((path, {field: None}) for path, (_, base) in READERS.items() if path not in OLLAMAS for field in base),
         ("/v1/chat/completions", {"messages": []}),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
         ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}),

@@ -84,8 +84,12 @@ class _Repeated(msgspec.Struct):
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     """Return the internal request. Raise ApiError with the status that the client gets."""
     chat, ignored = fields.read_body(body, ChatBody, model)
+    return read_chat_request(chat, read_chat_prompt(chat), model, ignored=ignored)
+
+
+def read_chat_request(chat: ChatBody, prompt: ChatPrompt, model: ModelFacts, **own: Any) -> GenerateRequest:
+    """Return the request of a body. Raise ApiError. prompt: of the body. own: see `fields.read_request`."""
     logprobs = _logprobs(chat, model)
-    prompt = read_chat_prompt(chat)
     if chat.echo and not prompt.continue_final:
         raise invalid("`echo` needs `continue_final_message`: it repeats the text that the answer continues", "echo")
     is_legacy = bool(chat.functions)
@@ -98,7 +102,6 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         [prompt],
         chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens,
         fields.read_sampling(chat, model, logprobs),
-        ignored=ignored,
         beams=beams,
         n=chat.n or 1,
         cache=read_cache(chat),
@@ -107,6 +110,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         tool_choice=_tool_choice(chat, prompt.tools),
         parallel_tool_calls=chat.parallel_tool_calls is not False and not is_legacy,
         repeated=msgspec.json.encode(_Repeated(is_legacy)),
+        **own,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from moeserve.frontend.errors import ApiError
-from moeserve.frontend.http import DONE, KEEP_ALIVE
+from moeserve.frontend.http import DONE, KEEP_ALIVE, RESUMED
 from moeserve.frontend.text import TextTokenizer
 from moeserve.kv_transfer import KvTicket
 from moeserve.plan import BeamParams, SamplingParams, TokenLogprobs
@@ -355,7 +355,7 @@ Writing = Generator[None, None, bytes]
 
 
 class Formatter(ABC):
-    """Writes one answer in one dialect. Events are whole SSE events, any number of them in one value."""
+    """Writes one answer in one dialect. Events are whole SSE events, or lines, any number of them in one value."""
 
     def start(self, index: int, usage: Usage) -> bytes:
         """Return the events before the first delta of a choice; for the first, the answer's first events too."""
@@ -376,6 +376,10 @@ class Formatter(ABC):
     def ping(self) -> bytes:
         """Return an event, or a comment, that keeps the connection open."""
         return KEEP_ALIVE
+
+    def resumed(self) -> bytes:
+        """Return what tells that another engine went on with the answer."""
+        return RESUMED
 
     @abstractmethod
     def complete(self, choices: list[Delta], usage: Usage) -> Writing:

@@ -17,7 +17,7 @@ from moeserve.frontend.dialects.responses import previous_id_of
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
 from moeserve.frontend.errors import ApiError, unavailable
 from moeserve.frontend.exchange import DeltaWriter
-from moeserve.frontend.http import STREAM_HEADERS, Piece
+from moeserve.frontend.http import RESUMED, STREAM_HEADERS, Piece
 from moeserve.frontend.jobs.idempotency import gone
 from moeserve.frontend.jobs.runner import (
     Entry,
@@ -45,7 +45,6 @@ from moeserve.plan import Terms
 _LOOK_APART_S = 0.05  # between two looks whether the store has changed, while jobs of other processes are followed
 
 # The comment in a stream that another life of the engine continues; the usage says so too if it is asked for.
-RESUMED = b": resumed\n\n"
 # A stream's status waits for the first token at most this many keep-alive intervals: until then the request can still
 # be refused.
 STATUS_WAITS = 1.5

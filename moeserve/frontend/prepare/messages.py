@@ -41,6 +41,8 @@ Kind = Literal[
     "completions",
     "messages",
     "responses",
+    "ollama_chat",
+    "ollama_generate",
     "warm",
     "prefix",
     "unpin",

@@ -18,7 +18,7 @@ import msgspec
 from llguidance import LLTokenizer
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, responses
+from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, ollama, responses
 from moeserve.frontend.dialects.batch_lines import read_part
 from moeserve.frontend.dialects.formats import Constraint, constraint_of, of_calls
 from moeserve.frontend.dialects.internal import (
@@ -55,6 +55,8 @@ READERS: dict[str, Callable[[bytes, ModelFacts], GenerateRequest]] = {
     "chat": chat.parse,
     "completions": completions.parse,
     "messages": messages.parse,
+    "ollama_chat": ollama.parse_chat,
+    "ollama_generate": ollama.parse_generate,
     "warm": chat.parse_warm,
 }
 

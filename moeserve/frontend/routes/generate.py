@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.admission import Held, read_terms
-from moeserve.frontend.dialects import messages, responses_answer
+from moeserve.frontend.dialects import messages, ollama, responses_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.errors import OVERLOADED, ApiError, invalid, unavailable
 from moeserve.frontend.exchange import (
@@ -35,8 +35,10 @@ from moeserve.frontend.exchange import (
 )
 from moeserve.frontend.held import hold_of
 from moeserve.frontend.http import (
+    LINE_HEADERS,
     STREAM_HEADERS,
     EventStream,
+    Headers,
     Piece,
     content_coding,
     receive_body,
@@ -45,7 +47,7 @@ from moeserve.frontend.http import (
     with_headers,
 )
 from moeserve.frontend.jobs.idempotency import KeyedAnswers
-from moeserve.frontend.jobs.jobs import RESUMED, STATUS_WAITS, Jobs, JobView
+from moeserve.frontend.jobs.jobs import STATUS_WAITS, Jobs, JobView
 from moeserve.frontend.keys import Identity, caller_of
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
 from moeserve.frontend.relay.answer import Answer, asks_for_report
@@ -79,18 +81,21 @@ class Dialect:
     """The parts of one API: how its requests are prepared and its answers written.
 
     lend: gives the earlier items that a request refers to. cut: the event that ends a stream of unknown content. keep:
-    is given the last bytes of an answer; returns them, or others, once the answer is kept.
+    is given the last bytes of an answer; returns them, or others, once the answer is kept. headers: of a stream.
     """
 
     kind: Kind
     lend: Lend | None = None
     cut: Callable[[ApiError], bytes] = ApiError.event
     keep: Keep | None = None
+    headers: Headers = field(default_factory=lambda: STREAM_HEADERS)
 
 
 CHAT = Dialect("chat")
 COMPLETIONS = Dialect("completions")
 MESSAGES = Dialect("messages", cut=messages.error_event)
+OLLAMA_CHAT = Dialect("ollama_chat", cut=ollama.error_line, headers=LINE_HEADERS)
+OLLAMA_GENERATE = Dialect("ollama_generate", cut=ollama.error_line, headers=LINE_HEADERS)
 WARM = Dialect("warm")
 
 
@@ -234,7 +239,8 @@ class GenerateRoute:
                 if request.stream:
                     scope.setdefault("extensions", {})["moeserve.half_closed"] = group.interrupt
                     stream = EventStream(send, will, self._dialect.cut(_PROCESS_ENDED))
-                    await _Streaming(group, answer, formatter, progress, stream, turns, self._dialect.keep).run()
+                    keep, headers = self._dialect.keep, self._dialect.headers
+                    await _Streaming(group, answer, formatter, progress, stream, turns, keep, headers).run()
                 else:
                     choices = await whole(group, answer, progress, turns)
                     content = await completed(formatter, choices, answer, services.long_answers)
@@ -273,7 +279,7 @@ async def give(
         has_begun = False
         async for headers, piece, is_last in answer:
             if not has_begun:
-                has_begun, has_events = True, STREAM_HEADERS[0] in headers
+                has_begun, has_events = True, STREAM_HEADERS[0] in headers or LINE_HEADERS[0] in headers
                 if has_events:
                     stream = EventStream(send, will, cut(last_word))
                 else:
@@ -345,6 +351,7 @@ class _Streaming:
     stream: EventStream
     turns: Turns
     keep: Keep | None
+    headers: Headers
     _writer: DeltaWriter = field(init=False)
     _num_deaths: int = field(default=0, init=False)
 
@@ -358,7 +365,7 @@ class _Streaming:
         fails or is dropped by then.
         """
         first = await self._next(STATUS_WAITS * limits.KEEP_ALIVE_S)
-        await self.stream.start()
+        await self.stream.start(self.headers)
         try:
             await self._write(first)
             while self.answer.num_open:
@@ -384,7 +391,7 @@ class _Streaming:
         events = []
         if self.group.num_deaths > self._num_deaths:
             self._num_deaths = self.group.num_deaths
-            events.append(RESUMED)
+            events.append(self.formatter.resumed())
         usage, num_tokens = self.answer.usage, 0
         for delta in deltas:
             num_tokens += len(delta.tokens)

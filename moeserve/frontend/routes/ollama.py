@@ -1,4 +1,4 @@
-"""The routes of Ollama's API that generate nothing: what is served, and what is in memory."""
+"""The routes of Ollama's API: what is served, what is in memory, and answers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import ollama
+from moeserve.frontend.dialects import ollama, ollama_models
 from moeserve.frontend.errors import ApiError, invalid
-from moeserve.frontend.http import json_response, receive_body
+from moeserve.frontend.held import hold_of
+from moeserve.frontend.http import content_coding, json_response, receive_body, until_disconnect
+from moeserve.frontend.jobs.idempotency import KeyedAnswers
+from moeserve.frontend.jobs.jobs import Jobs
+from moeserve.frontend.keys import Identity
 from moeserve.frontend.parsers.shape import model_type_of
+from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.route import LINES
-from moeserve.frontend.services import Services
+from moeserve.frontend.routes.generate import OLLAMA_CHAT, OLLAMA_GENERATE, GenerateRoute
+from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.wire import Rest
 
 _FOR_EVER_S = 100 * 365 * 86_400  # as long as a model is in memory that nothing puts to sleep
@@ -29,7 +36,7 @@ class OllamaRoutes:
         self._architecture = model_type_of(Path(services.run.model_dir)) or "unknown"
 
     async def version(self, _: Request) -> Response:
-        return json_response({"version": ollama.VERSION})
+        return json_response({"version": ollama_models.VERSION})
 
     async def tags(self, _: Request) -> Response:
         about = self._about()
@@ -59,17 +66,17 @@ class OllamaRoutes:
             raise invalid(message, "model", "model_not_found") from None
         return Response(b'{"status":"success"}\n', media_type=LINES)
 
-    async def _named(self, request: Request) -> tuple[ollama.NameBody, str]:
+    async def _named(self, request: Request) -> tuple[ollama_models.NameBody, str]:
         body = await receive_body(request.scope, request.receive, limits.INLINE_BODY_BYTES)
-        return ollama.read_name(body, self._names)
+        return ollama_models.read_name(body, self._names)
 
-    def _about(self) -> ollama.About:
+    def _about(self) -> ollama_models.About:
         services = self._services
         run, ready, shape = services.run, services.engine.ready, services.shape
         path = run.config.model or ""
-        level = ollama.level_of(path)
+        level = ollama_models.level_of(path)
         has = (("tools", shape.calls != "none"), ("thinking", shape.reasoning != "none"))
-        return ollama.About(
+        return ollama_models.About(
             architecture=self._architecture,
             created=services.created,
             digest=run.model_hash,
@@ -79,3 +86,52 @@ class OllamaRoutes:
             level=level or ("" if ready is None else ready.dtype),
             capabilities=("completion", *(word for word, is_there in has if is_there)),
         )
+
+
+class OllamaGenerateRoute:
+    """The ASGI endpoint of `/api/chat` or `/api/generate`. A body without messages, or a prompt, wishes that the model
+    is loaded or is not."""
+
+    def __init__(self, services: Services, jobs: Jobs, answers: KeyedAnswers, body: type[ollama.OllamaBody]) -> None:
+        self._services = services
+        self._body = body
+        dialect = OLLAMA_CHAT if body is ollama.OllamaChatBody else OLLAMA_GENERATE
+        self._generate = GenerateRoute(services, dialect, jobs, answers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services = self._services
+        services.check_serving()
+        data = await receive_body(scope, receive, services.run.config.max_request_bytes)
+        # A wish is short; longer bodies are read in text processes alone.
+        is_short = len(data) <= limits.INLINE_BODY_BYTES and content_coding(scope["headers"]) is None
+        wish = ollama.read_load(data, self._body, services.run.served_model_names) if is_short else None
+        if wish is None:
+            hold_of(scope).set(0)  # it is received again
+            await self._generate(scope, _again(data, receive), send)
+            return
+        if not wish.unloads:
+            await self._reach(receive, Rest.AWAKE)
+        elif _may_unload(scope["state"]["identity"]) and not services.run.meets_in_store:
+            await self._reach(receive, Rest.ASLEEP)
+        await json_response(wish.answer(self._body, int(time.time())))(scope, receive, send)
+
+    async def _reach(self, receive: Receive, rest: Rest) -> None:
+        try:
+            await until_disconnect(receive, self._services.reach(rest))
+        except EngineGone as error:
+            raise engine_unavailable(error) from error
+
+
+def _may_unload(identity: Identity) -> bool:
+    """Return whether a caller may put the service to sleep: an admin, or anyone where there are no keys."""
+    return identity.is_admin or not identity.digest
+
+
+def _again(data: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body that was read, then what comes behind it."""
+    bodies: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
+
+    async def next_message() -> Message:
+        return bodies.pop() if bodies else await receive()
+
+    return next_message

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from moeserve.config import VERSION
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import chat_parts, fields, messages, responses, responses_items
+from moeserve.frontend.dialects import chat_parts, fields, messages, ollama, responses, responses_items
 from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.errors import ApiError
@@ -319,6 +319,11 @@ _RESPONSES_FORMAT: Schema = {
         _NULL,
     ]
 }
+_EMPTY = _one_of(None, "", [])
+_OF_OLLAMA: dict[str, Schema] = {
+    "format": {"anyOf": [_one_of("", "json", None), _ANY_OBJECT]},
+    "options": {"type": ["object", "null"]},
+}
 _NO_FORMATS = dict.fromkeys(FormatFields.__struct_fields__, _NULL)
 # Bounds by the struct that reads a body, and by field.
 _OF_STRUCTS: dict[str, dict[str, Schema]] = {
@@ -357,6 +362,13 @@ _OF_STRUCTS: dict[str, dict[str, Schema]] = {
     "Thinking": {"type": _one_of("enabled", "adaptive", "disabled"), "budget_tokens": _span(1)},
     "Format": {"type": _one_of("json_schema"), "schema": _ANY_OBJECT},
     "NameBody": {"model": _STRING},
+    "OllamaChatBody": {"model": _STRING, "messages": {"minItems": 0}, **_OF_OLLAMA},
+    "OllamaGenerateBody": {
+        "model": _STRING,
+        "prompt": {"anyOf": [_STRING, _NULL]},
+        **dict.fromkeys(ollama.REFUSED, _EMPTY),
+        **_OF_OLLAMA,
+    },
     "ContextEdit": {"type": {"pattern": "^clear_thinking_"}, "keep": _one_of("all")},
 }
 # Fields that are neither left out nor null, by struct.

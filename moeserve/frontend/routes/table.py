@@ -18,8 +18,9 @@ from moeserve.frontend.dialects.chat import (
 )
 from moeserve.frontend.dialects.completions import CompletionBody
 from moeserve.frontend.dialects.messages import MessagesBody, error_body
-from moeserve.frontend.dialects.ollama import NameBody
+from moeserve.frontend.dialects.ollama import OllamaChatBody, OllamaGenerateBody
 from moeserve.frontend.dialects.ollama import error_body as ollama_error_body
+from moeserve.frontend.dialects.ollama_models import NameBody
 from moeserve.frontend.dialects.responses import ConversationBody, ItemsBody, MetadataBody, ResponsesBody
 from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import Jobs
@@ -29,7 +30,7 @@ from moeserve.frontend.routes.batches import BatchBody, BatchRoutes
 from moeserve.frontend.routes.cache import CacheRoutes
 from moeserve.frontend.routes.files import FileRoutes
 from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, WARM, GenerateRoute
-from moeserve.frontend.routes.ollama import OllamaRoutes
+from moeserve.frontend.routes.ollama import OllamaGenerateRoute, OllamaRoutes
 from moeserve.frontend.routes.openapi import DescriptionRoutes
 from moeserve.frontend.routes.responses import ConversationRoutes, KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes.service import (
@@ -72,6 +73,8 @@ class Endpoints:
         self.description = DescriptionRoutes(services, ROUTES)
         self.pages = Pages()
         self.ollama = OllamaRoutes(services)
+        self.ollama_chat = OllamaGenerateRoute(services, jobs, answers, OllamaChatBody)
+        self.ollama_generate = OllamaGenerateRoute(services, jobs, answers, OllamaGenerateBody)
 
 
 def _route(role: Role, call: str, summary: str, endpoint: Callable[[Endpoints], Any], **facts: Any) -> Route[Endpoints]:
@@ -229,6 +232,24 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         body=DetokenizeBody,
         required=("tokens",),
         example={"tokens": [1, 2]},
+    ),
+    _ollama(
+        "POST /api/chat",
+        "Answer a chat, for Ollama's clients",
+        lambda e: e.ollama_chat,
+        body=OllamaChatBody,
+        required=("model",),
+        example={"messages": _HELLO},
+        media=(LINES, JSON),
+    ),
+    _ollama(
+        "POST /api/generate",
+        "Answer a prompt, for Ollama's clients",
+        lambda e: e.ollama_generate,
+        body=OllamaGenerateBody,
+        required=("model",),
+        example={"prompt": "Hello"},
+        media=(LINES, JSON),
     ),
     _ollama("GET /api/version", "Tell the version of Ollama's API that is here", lambda e: e.ollama.version),
     _ollama("GET /api/tags", "List the models that are served, for Ollama's clients", lambda e: e.ollama.tags),
