@@ -31,7 +31,6 @@ class Measurement:
 
 
 MEASUREMENTS = {
-    "rows-sent": Measurement("rows sent between ranks", ("dispatch:rows_sent",)),
     "remote-ranks": Measurement("remote ranks that a token is sent to, by placement", ("placement:remote_ranks",)),
     "balance": Measurement("balancedness of the ranks' load (mean over maximum)", ("placement:balance",)),
     "recall": Measurement("recall of a token's experts, one to three layers ahead", ("prediction:recall",)),
@@ -42,11 +41,7 @@ MEASUREMENTS = {
         "exposed stall with and without prefetch, half of the experts in memory", ("memory:stall",)
     ),
     "throughput": Measurement("tokens/s with part of the experts in memory", ("memory:throughput",)),
-    "exactness": Measurement(
-        "answers with part of the experts in memory, and of two ranks", ("memory:exactness", "services:exactness")
-    ),
-    "migration": Measurement("time between tokens while layers migrate", ("services:migration",)),
-    "two-ranks": Measurement("two ranks on one machine", ("dispatch:time_of_a_layer", "services:two_ranks")),
+    "exactness": Measurement("answers with part of the experts in memory", ("memory:exactness",)),
 }
 
 
@@ -84,7 +79,7 @@ def _described() -> str:
 def command(
     names: tuple[str, ...], num_seeds: int | None, num_pairs: int | None, quick: bool, json_file: Path | None
 ) -> None:
-    """Measure dispatch, placement, prediction and the expert memory against their targets and baselines.
+    """Measure placement, prediction and the expert memory against their targets and baselines.
 
     Learns on some requests and measures others. Structure is also taken out of the routing (controls: uniform and
     shuffled over time), where every gain has to vanish. Builds the models it needs, and keeps them and the traces that

@@ -2,14 +2,12 @@
 
 import json
 from dataclasses import replace
-from math import comb
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.experts.__main__ import MEASUREMENTS, command, measure_of
-from benchmarks.experts.dispatch import rows_figures, rows_per_token
 from benchmarks.experts.figures import Figure, Unavailable, Verdict, at_least, at_most, half_width, in_turn, within
 from benchmarks.experts.lab_traces import GateGuesses
 from benchmarks.experts.placement import (
@@ -19,7 +17,6 @@ from benchmarks.experts.placement import (
     zipf_loads,
 )
 from benchmarks.experts.prediction import recalls, stall_saved
-from benchmarks.experts.services import migration_figures
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from benchmarks.experts.traces import documents, halves
 from experts.routing.files import Tap
@@ -84,20 +81,6 @@ def test_texts_are_many_and_differ():
     assert len(set(texts)) == len(texts)
 
 
-def case(routing, seed, **counts):
-    return {"routing": routing, "seed": seed, "rows": 1000, "plain_rows": 4000, "tokens": 1000, "differing": 0} | counts
-
-
-def test_rows_are_compared_with_one_per_expert_and_with_the_logger():
-    cases = [case("uniform", 0), case("uniform", 1), case("structured", 0), case("structured", 1)]
-    uniform, structured, theory, witness = rows_figures(cases, 2, 3.9)
-    assert uniform.values == structured.values == (4.0, 4.0)
-    assert uniform.verdict is theory.verdict is witness.verdict is Verdict.MET
-    *_, witness = rows_figures([*cases, case("uniform", 2, differing=8)], 2, 3.9)
-    assert witness.verdict is not Verdict.MET
-    assert rows_per_token(2) == 1 - comb(32, 8) / comb(64, 8)
-
-
 def test_remote_ranks_are_saved_where_there_is_structure():
     found = remote_ranks_of_trace(synthetic_trace(SyntheticSpec(4, 8, 2, coupling=2.5, kinship=0.8), 40, 80, 1), 0)
     saved = {name: figure.saved for name, figure in found.items()}
@@ -135,15 +118,6 @@ def test_stall_is_saved_and_an_oracle_saves_more():
     assert found[2.0, "stall saved"] < found[1.0, "stall saved"]
 
 
-def test_migration_is_compared_with_a_service_that_stays():
-    said = {"migrating_step_p99": 0.12, "steady_step_p99": 0.1, "num_migrations": 4}
-    between, own = migration_figures([(0.1, 0.11), (0.2, 0.22)], said)
-    assert between.values == pytest.approx((1.1, 1.1))
-    assert own.values == pytest.approx((1.2,))
-    with pytest.raises(Unavailable):
-        list(migration_figures([(0.1, 0.11)], said | {"num_migrations": 0}))
-
-
 def test_every_measurement_names_functions_that_are_there():
     functions = [function for measurement in MEASUREMENTS.values() for function in measurement.functions]
     # Measurements of memory need torch.
@@ -174,16 +148,16 @@ def scripted(monkeypatch):
     def refuse(amount, progress):
         raise Unavailable("nothing is there")
 
-    functions = {"placement:balance": measure, "services:migration": refuse}
+    functions = {"placement:balance": measure, "prediction:recall": refuse}
     monkeypatch.setattr("benchmarks.experts.__main__.measure_of", lambda function: functions[function])
 
 
 def test_the_command_prints_a_table_and_what_was_left_out(scripted):
-    result = CliRunner().invoke(command, ["--only", "balance, migration"])
+    result = CliRunner().invoke(command, ["--only", "balance, recall"])
     assert result.exit_code == 0, result.output
     for word in ("balancedness", "contiguous", "25.0 %", "missed", "met", "why [not]", "seeds 0, 1, 2, 3, 4"):
         assert word in result.output
-    assert "migration was not measured: nothing is there" in result.output
+    assert "recall was not measured: nothing is there" in result.output
     assert "1 of 2 figures miss their target" in result.output
 
 
@@ -202,6 +176,6 @@ def test_the_command_writes_all_values(scripted, tmp_path):
 
 
 def test_an_unknown_measurement_is_refused():
-    result = CliRunner().invoke(command, ["--only", "rows-sent,T11"])
+    result = CliRunner().invoke(command, ["--only", "recall,T11"])
     assert result.exit_code == 2
     assert "there is no T11" in result.output

@@ -1,10 +1,9 @@
-"""`python -m benchmarks.experts` with models: recording, ranks that count, runs with part of the experts in memory."""
+"""`python -m benchmarks.experts` with models: recording, runs with part of the experts in memory."""
 
 import numpy as np
 import pytest
 
-from benchmarks.experts.dispatch import counted, rows_figures
-from benchmarks.experts.figures import Amount, Verdict, in_turn
+from benchmarks.experts.figures import Verdict, in_turn
 from benchmarks.experts.memory import (
     Run,
     Setting,
@@ -31,15 +30,6 @@ def test_every_text_is_a_request_and_gates_guess_ahead(model):
     assert ahead.logits.shape == (1, 60, 4)
     again = record_with_fits(model, TEXTS[2:], 30, 12, {}).traces[""]
     assert np.array_equal(again.ids, trace.ids[:, 30:])
-
-
-@pytest.mark.long
-def test_ranks_send_fewer_rows_and_the_logger_agrees():
-    cases = counted(2, Amount((0,), 1, quick=True))
-    uniform, structured, theory, witness = rows_figures(cases, 2, 3.9)
-    assert min(uniform.values + structured.values) > 3.5
-    assert max(theory.values) < 0.01
-    assert witness.verdict is Verdict.MET
 
 
 def test_contestants_load_experts_and_give_the_same_answers(model, tmp_path, monkeypatch):
