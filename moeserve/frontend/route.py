@@ -32,9 +32,9 @@ class Route(Generic[_E]):
     """A method of a path. It has no role by default.
 
     path: as Starlette reads it. endpoint: chosen from the objects of the application. error_body: the shape of errors,
-    here and for unknown paths below it. body: the struct that reads the body. required: its fields that may not be left
-    out. fields: its fields with an effect; empty for all. example: a body without the model's name. media: in which
-    forms it answers. is_watch: operators look at it all the time; it is answered also where there are too many
+    here and for unknown paths below and beside it. body: the struct that reads the body. required: its fields that may
+    not be left out. fields: its fields with an effect; empty for all. example: a body without the model's name. media:
+    in which forms it answers. is_watch: operators look at it all the time; it is answered also where there are too many
     connections, and logged at level debug. is_file: it is a file of a page, which nothing describes.
     """
 
@@ -69,6 +69,9 @@ class RouteTable:
             for route in routes
             if "{" in route.path
         ]
+        self._shapes: dict[str, set[ErrorBody]] = {}  # of the routes in a folder of paths
+        for path, route in self._exact.items():
+            self._shapes.setdefault(_folder(path), set()).add(route.error_body)
         # The longest path first.
         self._parents = sorted(self._exact.values(), key=lambda route: -len(route.path))
 
@@ -80,6 +83,14 @@ class RouteTable:
         return next((route for pattern, route in self._patterns if pattern.fullmatch(path)), None)
 
     def error_body(self, path: str) -> ErrorBody:
-        """Return the shape of the errors of a path: its route's, or that of the route above it."""
+        """Return the shape of the errors of a path: its route's, that of the route above it, or the one that all routes
+        beside it have."""
         route = self.find(path) or next((one for one in self._parents if path.startswith(one.path + "/")), None)
-        return openai_error_body if route is None else route.error_body
+        if route is not None:
+            return route.error_body
+        shapes = self._shapes.get(_folder(path), set())
+        return next(iter(shapes)) if len(shapes) == 1 else openai_error_body
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]

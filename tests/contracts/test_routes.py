@@ -50,10 +50,11 @@ def test_the_table_finds_the_route_of_every_path(route: Route) -> None:
     assert table.error_body(path) is route.error_body
 
 
-def test_errors_of_unknown_paths_have_the_shape_of_the_route_above() -> None:
+def test_errors_of_unknown_paths_have_the_shape_of_the_routes_above_and_beside() -> None:
     table = RouteTable(ROUTES)
     assert table.error_body("/v1/messages/batches/x") is table.error_body("/v1/messages") is not openai_error_body
     assert table.error_body("/v1/messages2") is table.error_body("/nowhere") is openai_error_body
+    assert table.error_body("/api/embed") is table.error_body("/api/chat") is not openai_error_body
     assert table.find("/nowhere") is table.find("/v1/models2") is None
 
 

@@ -257,7 +257,7 @@ def test_a_preflight_learns_which_setting_it_takes(server: Frontend) -> None:
     ("path", "word"),
     [
         *(("/v1/embeddings", "embeddings"), ("/v1/rerank", "embeddings"), ("/v1/audio/transcriptions", "whisper")),
-        *(("/v1/images/generations", "images"), ("/api/embed", "embeddings"), ("/api/create", "changes no models")),
+        ("/v1/images/generations", "images"),
         *(("/chat/completions", "but /v1/chat/completions"), ("/v1/v1/completions", "but /v1/completions")),
         ("/v1/audiofile", "GET /openapi.json lists"),
     ],

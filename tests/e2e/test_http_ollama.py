@@ -3,12 +3,13 @@
 import json
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moeserve.wire import Generate, unpack_token_ids
-from tests.support.fake_engine import say
+from tests.support.fake_engine import say, trickle
 from tests.support.frontend import Frontend, frontend
 from tests.support.tiny_model import ASSISTANT, BOS, END, USER
 
@@ -118,6 +119,24 @@ def test_a_request_that_is_sent_again_gets_the_same_lines(server: Frontend) -> N
     assert again.text == first.text
     assert json.loads(again.text.splitlines()[-1])["done"]
     assert again.headers["content-type"] == "application/x-ndjson"
+
+
+def test_a_stream_that_fails_ends_with_a_line_that_says_so(tmp_path: Path) -> None:
+    body = {"model": "tiny", "messages": HELLO}
+    with (
+        frontend(tmp_path, engine={"script": trickle("a")}) as server,
+        server.http.stream("POST", "/api/chat", json=body) as answer,
+    ):
+        found = answer.iter_lines()
+        assert json.loads(next(found))["message"]["content"] == "a"
+        server.engine.send(b"\xc1 no message")
+        (end,) = found
+    assert json.loads(end) == {"error": "A message of the engine could not be read"}
+
+
+def test_an_unknown_path_of_ollamas_api_is_refused_with_a_sentence(server: Frontend) -> None:
+    answer = server.http.post("/api/embed", json={"model": "tiny", "input": "x"})
+    assert (answer.status_code, "embeddings" in answer.json()["error"]) == (404, True)
 
 
 @pytest.mark.parametrize("path", ["chat", "generate"])

@@ -167,6 +167,7 @@ def test_a_prompt_is_a_chat_unless_it_is_raw() -> None:
     assert prompt_of(generate(system="s")).messages == [{"role": "system", "content": "s"}, HELLO]
     request = generate(raw=True, options={"num_predict": 3})
     assert (request.prompts, request.max_tokens) == (["hi"], 3)
+    assert generate(raw=True, think=True).ignored == ("think",)
 
 
 @pytest.mark.parametrize(

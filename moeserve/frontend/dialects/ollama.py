@@ -129,7 +129,8 @@ def parse_generate(data: bytes, model: ModelFacts) -> GenerateRequest:
         raise invalid("`raw` and `system` cannot be used together: a raw prompt is all there is", "system")
     shared, passed_over = _shared(asked, model)
     body = fields.SamplingBody(**shared)
-    own = {"output_format": _output_format(asked.format), "ignored": (*ignored, *passed_over)}
+    unused = () if asked.think is None else ("think",)
+    own = {"output_format": _output_format(asked.format), "ignored": (*ignored, *passed_over, *unused)}
     sampling = fields.read_sampling(body, model, None)
     return fields.read_request(body, model, [asked.prompt], body.max_tokens, sampling, **own)
 
