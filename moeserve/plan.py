@@ -192,13 +192,10 @@ class Request:
     tokens that this life has sampled and reported; the request then continues like a preempted request.
 
     Where there is a lower tier, `prefix_names` are the names of its first blocks there, as far as they are known.
-    `is_sought`: files that other services have written were looked for. `is_looked_up`: it waits for no block from
-    there. `num_restores` counts its waits. `restored`: the rank, first token and end of the blocks that it waited for,
-    and how many of these tokens were in the host's memory above a disk. `num_lower_tokens` of `num_cached_tokens` were
-    such, None without a lower tier, and `num_hosted_tokens` of these were there.
+    `num_lower_tokens` of `num_cached_tokens` were found there, None without a lower tier, and `num_hosted_tokens` of
+    these in the host's memory above a disk.
 
-    `no_room`: what there was when it last could not run for lack of room, and `no_room_to_fill` when its blocks could
-    not be read or fetched.
+    `no_room`: what there was when it last could not run for lack of room.
 
     `offered`: the ticket by which the blocks of its prompt are held for another service, once it has ended.
     `ticket`: its own blocks are to be fetched from another service; None once that has begun.
@@ -230,14 +227,9 @@ class Request:
     yields: bool = False
     resumes: bool = False
     prefix_names: list[bytes] = field(default_factory=list)
-    is_sought: bool = False
-    is_looked_up: bool = False
-    num_restores: int = 0
-    restored: tuple[int, int, int, int] = (0, 0, 0, 0)
     num_lower_tokens: int | None = None
     num_hosted_tokens: int = 0
     no_room: Room | None = None
-    no_room_to_fill: Room | None = None
     asked: Asked = NOTHING_ASKED
     ticket: KvTicket | None = None
     offered: KvTicket | None = None

@@ -18,7 +18,7 @@ from moeserve.plan import FinishReason, Request
 from moeserve.scheduling.arrivals import Arrival, Job, Source, longest_wait_s
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.request_memory import RankLoads
-from radix_cache import BlockCopy, Lease, PrefixCache, account_of, begin_fill, is_still_full
+from radix_cache import BlockCopy, Lease, PrefixCache, Room, account_of, begin_fill, is_still_full
 
 _MOST_HELD = 0.5  # share of all blocks; tickets beyond it end leases of the account that holds most for its weight
 
@@ -172,6 +172,8 @@ class KvFetches(Source[FetchJob, FetchResult]):
         self._compute_s = compute_s
         self._coming: dict[str, Arrival[FetchJob]] = {}  # by the number of the ticket
         self._returns: list[FetchJob] = []
+        # By request id, what there was when its blocks could not be fetched for lack of room.
+        self._no_room: dict[str, Room | None] = {}
         self.counters = FetchCounters()
         # The services, by host and port, whose tickets had another fingerprint. Their tickets were signed with the key.
         self.unlike: set[tuple[str, int]] = set()
@@ -212,13 +214,13 @@ class KvFetches(Source[FetchJob, FetchResult]):
         fetch = self._coming.get(ticket.request_id)
         if fetch is None:
             room = self._cache.room(num_spoken_for)
-            if is_still_full(room, request.no_room_to_fill):
+            if is_still_full(room, self._no_room.get(request.request_id)):
                 return False
             if request.wants_prompt_logprobs or self.num_lacking(request) <= 0:
                 self.give_back(request)
                 return False
             fetch = self._begin(request, ticket, now, num_spoken_for)
-            request.no_room_to_fill = room if fetch is None else None
+            self._no_room[request.request_id] = room if fetch is None else None
         if fetch is None or fetch.job.is_cancelled:
             # There is no room yet, or another request has just ended its fetch of these blocks.
             return False
@@ -264,6 +266,7 @@ class KvFetches(Source[FetchJob, FetchResult]):
         return self.num_held(request) // size * size - self._cache.peek(request.token_ids, request.namespace)
 
     def left(self, request: Request, reason: FinishReason) -> None:
+        self._no_room.pop(request.request_id, None)
         self.give_back(request)
 
     def give_back(self, request: Request) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moeserve.plan import Request
+from moeserve.plan import FinishReason, Request
 from moeserve.scheduling.arrivals import LEAST_WAIT_SECONDS, Arrival, Job, Source, longest_wait_s
 from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, fate_of
 from moeserve.scheduling.pacing import Pace
@@ -24,6 +24,7 @@ from radix_cache import (
     Chores,
     Fill,
     PrefixCache,
+    Room,
     StoredBlock,
     StoredBlocks,
     Tier,
@@ -131,6 +132,19 @@ class TierCounters:
     fates: Counter[Fate] = field(default_factory=Counter)
 
 
+@dataclass(slots=True)
+class _Lookup:
+    """What the tier knows of a request that has not ended."""
+
+    is_sought: bool = False  # files that other services have written were looked for
+    is_over: bool = False  # it waits for no block from here
+    num_waits: int = 0  # for blocks, since it was preempted last
+    no_room: Room | None = None  # what there was when its blocks could not be read for lack of room
+    # The rank, first token and end of the blocks that it waited for, and how many of these tokens were in the host's
+    # memory above a disk.
+    restored: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+
 class LowerTier(Source[CopyJob, CopyResult]):
     """Moves blocks between the caches of all ranks and the tier below: any rank can read what another one has
     written."""
@@ -154,6 +168,7 @@ class LowerTier(Source[CopyJob, CopyResult]):
         self._coming: dict[tuple[int, bytes], Arrival[CopyJob]] = {}
         # The ranks whose blocks are being written.
         self._writing: set[int] = set()
+        self._lookups: dict[str, _Lookup] = {}  # by request id
         self._write_after = 0.0
         # Seconds per block that is read, by `CopyJob.is_gentle`, and written, where they are known.
         self._read_s: dict[bool, float] = dict(read_s or {})
@@ -165,8 +180,11 @@ class LowerTier(Source[CopyJob, CopyResult]):
         return self._stored
 
     def enter(self, request: Request) -> bool:
-        request.num_lower_tokens = 0
+        request.num_lower_tokens, self._lookups[request.request_id] = 0, _Lookup()
         return False
+
+    def left(self, request: Request, reason: FinishReason) -> None:
+        del self._lookups[request.request_id]
 
     def num_found(self, request: Request) -> int:
         """Count the request's leading tokens that are in a rank's memory or in the lower tier."""
@@ -186,9 +204,10 @@ class LowerTier(Source[CopyJob, CopyResult]):
 
         Services that share a disk write such files at any time. For the rest see `look_up`.
         """
-        if request.is_sought or self._stored.tier is Tier.HOST:
+        lookup = self._lookups[request.request_id]
+        if lookup.is_sought or self._stored.tier is Tier.HOST:
             return False
-        request.is_sought = True
+        lookup.is_sought = True
         tokens, namespace = request.token_ids, request.namespace
         num_cached = max(cache.peek(tokens, namespace) for cache in self._caches)
         sought = self._trees[0].unknown(tokens, namespace, request.prefix_names, num_cached // self._block_size)
@@ -211,7 +230,8 @@ class LowerTier(Source[CopyJob, CopyResult]):
         self.counters.fates[fate] += 1
         if fate is Fate.SWAP:
             self._trees[request.rank].hurry(unwritten)
-        request.is_looked_up, request.num_restores = self._overflow is Overflow.RECOMPUTE, 0
+        lookup = self._lookups[request.request_id]
+        lookup.is_over, lookup.num_waits = self._overflow is Overflow.RECOMPUTE, 0
 
     def found_below(self, request: Request) -> tuple[int, int]:
         found = request.num_lower_tokens or 0
@@ -226,29 +246,29 @@ class LowerTier(Source[CopyJob, CopyResult]):
 
         It is read for the rank that would be the request's now. See `Source` for the arguments.
         """
-        request.rank = loads.preferred_ranks(request)[0]
-        if request.is_looked_up or request.wants_prompt_logprobs:
+        request.rank, lookup = loads.preferred_ranks(request)[0], self._lookups[request.request_id]
+        if lookup.is_over or request.wants_prompt_logprobs:
             return False
         cache, size, num_spoken_for = self._caches[request.rank], self._block_size, loads.num_spoken_for(request)
         room = cache.room(num_spoken_for)
-        if is_still_full(room, request.no_room_to_fill):
+        if is_still_full(room, lookup.no_room):
             return False
         first = cache.peek(request.token_ids, request.namespace) // size
         stop = self._trees[request.rank].num_stored(request.token_ids, request.namespace, request.prefix_names, first)
         if stop == first:
             # A part that is in memory now may have to leave it before the request begins.
-            request.is_looked_up = not first
+            lookup.is_over = not first
             return False
         reading = self._coming.get((request.rank, request.prefix_names[first]))
         if reading is None or reading.job.is_cancelled:
             is_forced = request.num_preemptions > 0 and self._overflow is Overflow.SWAP
             if not is_forced and not self._is_sooner(request, first * size, stop * size, num_running):
-                request.is_looked_up = True
+                lookup.is_over = True
                 return False
             spare = num_spoken_for + -(-len(request.token_ids) // size) - stop
             fill = begin_restore(cache, request.token_ids, request.namespace, request.prefix_names, spare)
             if fill is None:
-                request.no_room_to_fill = room
+                lookup.no_room = room
                 return False
             reading = self._begin(fill, request.rank, now, is_gentle=num_running > 0)
         self.arrivals.wait(request, reading)
@@ -259,7 +279,7 @@ class LowerTier(Source[CopyJob, CopyResult]):
         num_late, overdue = self.arrivals.take_overdue(now)
         self.counters.num_overdue += num_late
         for request in overdue:
-            request.is_looked_up = True
+            self._lookups[request.request_id].is_over = True
         return overdue
 
     def take_jobs(self, now: float, num_running: int) -> list[CopyJob]:
@@ -325,7 +345,7 @@ class LowerTier(Source[CopyJob, CopyResult]):
 
     def hit(self, request: Request, num_tokens: int) -> None:
         """Count a hit of `num_tokens`, the last ones that a request has computed, by where they were found."""
-        rank, start, stop, hosted = request.restored
+        rank, start, stop, hosted = self._lookups[request.request_id].restored
         last = request.num_computed_tokens
         found = max(0, min(stop, last) - max(start, last - num_tokens)) if rank == request.rank else 0
         hosted = min(found, hosted)
@@ -358,14 +378,15 @@ class LowerTier(Source[CopyJob, CopyResult]):
         """num_hosted: how many of the KV blocks were in the host's memory above a disk."""
         first = fill.first * self._block_size
         last = first + fill.num_blocks(num_filled) * self._block_size
-        before, start, stop, hosted = request.restored
+        lookup = self._lookups[request.request_id]
+        before, start, stop, hosted = lookup.restored
         if (before, stop) != (rank, first):
             start, hosted = first, 0
-        request.restored = (rank, start, last, hosted + num_hosted * self._block_size)
+        lookup.restored = (rank, start, last, hosted + num_hosted * self._block_size)
         # It is looked up again: another request may have had a part of it read, or it may be gone again.
-        request.num_restores += 1
+        lookup.num_waits += 1
         is_cut = num_filled < len(fill.copies) and not fill.num_beside
-        request.is_looked_up = is_cut or request.num_restores == _MOST_RESTORES
+        lookup.is_over = is_cut or lookup.num_waits == _MOST_RESTORES
 
     def _is_sooner(self, request: Request, start: int, stop: int, num_running: int) -> bool:
         """Return whether a request is expected to have its tokens from position `start` to `stop` sooner if they are
