@@ -23,7 +23,7 @@ from moeserve.config import ServeConfig
 from moeserve.device import step_budget
 from moeserve.grammars.masks import GrammarMasks, MadeMask
 from moeserve.model.source import resolve_model
-from moeserve.plan import ChunkResult, Computed, Request, SamplingParams, StepPlan, StepResult
+from moeserve.plan import Asked, ChunkResult, Computed, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduling.draft_sources import CACHED_TEXT, FORCED, LAYOUT, OWN_TEXT, PREDICTED_TEXT, Guess
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.scheduler import Scheduler
@@ -170,7 +170,7 @@ class Replay:
             known[name] = answer, len(prompt)
             guess = array("i") if predicted is None else predicted[number]
             own = replace(sampling, seed=number)
-            self._scheduler.add(Request(name, prompt[:], own, namespace, predicted=guess))
+            self._scheduler.add(Request(name, prompt[:], own, namespace, asked=Asked(predicted=guess)))
         while True:
             self._scheduler.set_time(self._now)
             self._executor.num_rows = 0

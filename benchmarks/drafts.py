@@ -35,7 +35,7 @@ from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ensure_demo
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.source import resolve_model
-from moeserve.plan import Request, SamplingParams
+from moeserve.plan import Asked, Request, SamplingParams
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import LocalExecutor, Steps
 from moeserve.settings.drafts import parse_speculative
@@ -184,7 +184,7 @@ class Service:
             own = replace(sampling, seed=number)
             found[f"{self.num_served}"] = []
             guess = array("i") if predicted is None else predicted[number]
-            self.scheduler.add(Request(f"{self.num_served}", prompt[:], own, namespace, predicted=guess))
+            self.scheduler.add(Request(f"{self.num_served}", prompt[:], own, namespace, asked=Asked(predicted=guess)))
         while True:
             self.scheduler.set_time(began := self.clock())
             outputs = self.steps.advance()

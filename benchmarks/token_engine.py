@@ -14,7 +14,7 @@ from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
 from moeserve.engine.planner import build_caches, build_scheduler
 from moeserve.grammars.masks import GrammarMasks
-from moeserve.plan import BeamParams, FinishReason, FoundText, Request, SamplingParams, TokenLogprobs
+from moeserve.plan import Asked, BeamParams, FinishReason, FoundText, Request, SamplingParams, TokenLogprobs
 from moeserve.scheduling.steps import LocalExecutor, Steps
 
 
@@ -94,7 +94,9 @@ class TokenEngine:
             request_id = f"llm-{self._count}"
             self._count += 1
             completions[request_id] = Completion()
-            request = Request(request_id, array("i", prompt), own, predicted=array("i", guess), beam_params=beams)
+            request = Request(
+                request_id, array("i", prompt), own, asked=Asked(predicted=array("i", guess)), beam_params=beams
+            )
             self.scheduler.add(request)
         while (outputs := self.steps.advance()) is not None:
             for output in outputs:

@@ -97,6 +97,9 @@ class CacheWish:
     tells_salts: bool = False
 
 
+NO_WISH = CacheWish()
+
+
 # The priority of background requests, behind every priority that a client may ask for.
 BACKGROUND_PRIORITY = 2**31
 
@@ -137,6 +140,7 @@ class Asked:
     least_cached: float = 0.0  # the share of the prompt that must be cached for the request to be computed
     has_tools: bool = False  # the answer may call tools
     offers_kv: bool = False  # the blocks of the prompt are to be held for another service
+    predicted: array[int] = field(default_factory=lambda: array("i"))  # the answer as its client predicts it
 
 
 NOTHING_ASKED = Asked()
@@ -171,16 +175,16 @@ class Request:
     chunk or a preemption only changes that number. `num_scheduled_tokens` are in plans whose results have not come yet.
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
-    tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`. `cache` is
-    None for most requests; `miss` explains where the match of the prompt ended, until an output carries it. `state` is
-    set with the lease if the model has recurrent states and a slot was free. `arrived_at` is on the scheduler's clock;
-    `num_uncached_tokens` of the prompt were not cached then. `yields`: it must leave its place as soon as no plan in
-    flight names it. `mask`: the tokens that its grammar allows next (see `ChunkExtras`), None while they are not known.
+    tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`. `miss`
+    explains where the match of the prompt ended, until an output carries it. `state` is set with the lease if the model
+    has recurrent states and a slot was free. `arrived_at` is on the scheduler's clock; `num_uncached_tokens` of the
+    prompt were not cached then. `yields`: it must leave its place as soon as no plan in flight names it. `mask`: the
+    tokens that its grammar allows next (see `ChunkExtras`), None while they are not known.
 
     `draft_tokens` are guesses of the tokens that follow `token_ids`, made with the last commit; where there is a
     grammar, `draft_masks` are the masks after each of them. Guesses in flight do not count as scheduled tokens.
-    `predicted` is the answer as its client predicts it; `judged` are the numbers of its tokens that were verified as
-    drafts and were right, or wrong, until an output carries them.
+    `judged` counts the tokens of `asked.predicted` that were verified as drafts and were right, or wrong, until an
+    output carries them.
 
     `thought` follows the thought of a request that has a budget for it. `num_forced_tokens`: the tokens behind the last
     sampled one, which ended the thought and were not sampled; they are computed together.
@@ -218,7 +222,7 @@ class Request:
     lease: Lease | None = None
     finished: bool = False
     failed: bool = False
-    cache: CacheWish | None = None
+    cache: CacheWish = NO_WISH
     miss: Miss | None = None
     state: RequestState | None = None
     terms: Terms = DEFAULT_TERMS
@@ -237,7 +241,6 @@ class Request:
     mask: bytes | None = None
     draft_tokens: array[int] = field(default_factory=lambda: array("i"))
     draft_masks: tuple[bytes, ...] = ()
-    predicted: array[int] = field(default_factory=lambda: array("i"))
     judged: tuple[int, int] = (0, 0)
     budget: InitVar[ThoughtBudget | None] = None
     thought: BudgetedThought | None = field(init=False, default=None)

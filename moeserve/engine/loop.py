@@ -15,7 +15,7 @@ from moeserve.engine.crashes.suspects import Suspects
 from moeserve.engine.experts.monitor import ExpertMonitor
 from moeserve.engine.inbox import Inbox
 from moeserve.engine.socket import EngineSocket
-from moeserve.plan import Asked, CacheWish, FinishReason, Request
+from moeserve.plan import NO_WISH, Asked, CacheWish, FinishReason, Request
 from moeserve.scheduling.drafting import DraftCounters
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
 from moeserve.scheduling.parts import Part, overriding
@@ -218,16 +218,15 @@ class Engine:
             message.namespace,
             message.priority,
             num_prompt_logprobs=min(max(message.num_prompt_logprobs, 0), len(prompt)),
-            cache=_checked(message.cache),
+            cache=_checked(message.cache or NO_WISH),
             terms=message.terms,
             arrived_at=time.monotonic() if message.arrived_at is None else message.arrived_at,
             resumes=message.resumes,
             budget=message.thought,
             earlier_output=output,
-            asked=Asked(message.cache_hit_threshold, message.has_tools, message.offers_kv),
+            asked=Asked(message.cache_hit_threshold, message.has_tools, message.offers_kv, predicted),
             ticket=message.ticket,
             beam_params=message.beams,
-            predicted=predicted,
         )
 
     def _wait_s(self, request: Request) -> float:
@@ -310,9 +309,9 @@ def _to_message(output: RequestOutput, tier_tokens: tuple[int, int] | None) -> O
     )
 
 
-def _checked(wish: CacheWish | None) -> CacheWish | None:
+def _checked(wish: CacheWish) -> CacheWish:
     """Return a request's wish. Raise ValueError for invalid times."""
-    if wish is not None and not all(0 < seconds <= _MAX_RETENTION_SECONDS for _, seconds in wish.retentions):
+    if not all(0 < seconds <= _MAX_RETENTION_SECONDS for _, seconds in wish.retentions):
         raise ValueError("a retention's time is out of range")
     return wish
 

@@ -164,7 +164,7 @@ class Drafting:
             self.counters.count(chunk, num_accepted)
         known = self._known.get(request.request_id)
         if known is None:
-            text = PredictedText(request.predicted) if request.predicted else None
+            text = PredictedText(request.asked.predicted) if request.asked.predicted else None
             known = _Known(self._acceptance.of_request(), request.num_prompt_tokens, predicted=text)
             self._known[request.request_id] = known
         if not self._pays[request.rank] and not chunk.num_drafts:

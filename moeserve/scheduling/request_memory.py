@@ -9,7 +9,7 @@ from enum import Enum, auto
 from itertools import chain
 from math import inf
 
-from moeserve.plan import CacheWish, Chunk, Request, StateUse, WindowTable
+from moeserve.plan import Chunk, Request, StateUse, WindowTable
 from moeserve.scheduling.open_prompts import OpenPrompts, ScheduledPrompts
 from moeserve.scheduling.request_states import PROMPT_INTERVAL_TOKENS, RequestStates
 from radix_cache import PUBLIC, Fork, Miss, PrefixCache, Room, is_still_full
@@ -110,8 +110,7 @@ class RequestMemory:
         positions = [last, *range(PROMPT_INTERVAL_TOKENS, last, PROMPT_INTERVAL_TOKENS)]
         if self._cache.is_branch(lease):
             positions += [lease.num_known_tokens, lease.num_published_tokens]
-        if request.cache is not None:
-            positions += [*request.cache.borders, *(num_tokens for num_tokens, _ in request.cache.retentions)]
+        positions += [*request.cache.borders, *(num_tokens for num_tokens, _ in request.cache.retentions)]
         for position in positions:
             self._cache.expect(lease, position)
 
@@ -159,19 +158,19 @@ class RequestMemory:
         assert request.lease is not None
         self._cache.record_hit(request.lease, num_tokens)
 
-    def explain(self, request: Request, wish: CacheWish) -> Miss:
+    def explain(self, request: Request) -> Miss:
         """Return why no more of the request's tokens were cached. To be called immediately after the match."""
         assert request.lease is not None
-        return self._cache.explain(request.lease, request.token_ids, tells_salts=wish.tells_salts)
+        return self._cache.explain(request.lease, request.token_ids, tells_salts=request.cache.tells_salts)
 
-    def retain(self, request: Request, wish: CacheWish) -> None:
+    def retain(self, request: Request) -> None:
         """Retain the prefixes of the request's prompt that it wishes to keep, as far as they are published.
 
         The longest goes first: if the budget cuts it, the shorter prefixes lie within the rest.
         """
         assert request.lease is not None
         share = request.terms.retained
-        for num_tokens, seconds in sorted(wish.retentions, reverse=True):
+        for num_tokens, seconds in sorted(request.cache.retentions, reverse=True):
             self._cache.retain(request.lease, min(num_tokens, request.num_prompt_tokens), seconds, share)
 
     def catch_up(self, request: Request) -> int:

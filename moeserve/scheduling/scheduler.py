@@ -604,11 +604,11 @@ class Scheduler:
         memory = self._memories[request.rank]
         if num_tokens:
             memory.record_hit(request, num_tokens)
-        if request.cache is None or not request.cache.report:
+        if not request.cache.report:
             return
         # A match after tokens that the request computed itself says nothing about its prompt.
         if (num_tokens or request.miss is None) and request.num_cached_tokens == request.num_computed_tokens:
-            request.miss = memory.explain(request, request.cache)
+            request.miss = memory.explain(request)
 
     def _publish(self, request: Request) -> None:
         """Publish the request's full blocks, and free the duplicates once no plan names them."""
@@ -648,6 +648,6 @@ class Scheduler:
         if request.num_scheduled_tokens:
             return
         memory = self._memories[request.rank]
-        if request.cache is not None and not request.failed:
-            memory.retain(request, request.cache)
+        if not request.failed:
+            memory.retain(request)
         memory.detach(request, 0 if request.failed else len(request.token_ids))

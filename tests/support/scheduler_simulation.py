@@ -133,8 +133,7 @@ class Simulation:
             terms=terms,
             budget=budget,
             earlier_output=earlier,
-            predicted=array("i", predicted or []),
-            asked=Asked(offers_kv=offers_kv),
+            asked=Asked(offers_kv=offers_kv, predicted=array("i", predicted or [])),
         )
         if resumed_from is not None:
             request.resumes, request.arrived_at = True, resumed_from

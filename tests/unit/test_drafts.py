@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeserve.plan import ChunkResult, Request, SamplingParams, StepResult
+from moeserve.plan import Asked, ChunkResult, Request, SamplingParams, StepResult
 from moeserve.scheduling.draft_sources import Guess, PredictedText
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.request_states import StatePolicy
@@ -309,7 +309,7 @@ def test_no_text_is_read_while_no_drafts_can_pay_and_all_of_it_once_they_can() -
     predicted = array("i", range(100, 140))
     for number in range(8):
         sampling = SamplingParams(max_tokens=30 if number == 0 else 12)
-        scheduler.add(Request(f"{number}", array("i", [number, 2, 3]), sampling, predicted=predicted))
+        scheduler.add(Request(f"{number}", array("i", [number, 2, 3]), sampling, asked=Asked(predicted=predicted)))
     drafts = list[tuple[int, int]]()
     while (plans := scheduler.schedule()) is not None:
         chunks, results = plans[0].chunks, []
