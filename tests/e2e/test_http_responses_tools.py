@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from moeserve.wire import Generate, unpack_token_ids
 from tests.support.fake_engine import say
@@ -131,3 +131,32 @@ def test_the_next_turn_is_the_same_prompt_however_the_conversation_comes(server:
     }
     client.chat.completions.create(**through_chat)
     assert latest_prompt(server) == kept
+
+
+def test_a_custom_tools_grammar_goes_to_the_engine_and_its_input_comes_as_events(
+    server: Frontend, client: OpenAI
+) -> None:
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "SELECT " /[0-9]+/'}
+    tools: Any = [{"type": "custom", "name": "sql", "format": form}]
+    events = list(create(client, stream=True, tools=tools))
+    grammar = server.engine.of(Generate)[-1].sampling.grammar
+    assert grammar is not None
+    assert "SELECT" in grammar
+    kinds = [event.type for event in events if "custom_tool_call_input" in event.type]
+    assert kinds == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+    (done,) = [event for event in events if event.type == "response.custom_tool_call_input.done"]
+    assert done.input == "SELECT 1"
+    assert events[-1].response.tools[0].format.definition == form["definition"]
+    through_chat: Any = [{"type": "custom", "custom": {"name": "sql", "format": {"type": "grammar", "grammar": form}}}]
+    said: Any = [{"role": "user", "content": "hi"}]
+    answer = client.chat.completions.create(model="tiny", messages=said, tools=through_chat, tool_choice="required")
+    assert server.engine.of(Generate)[-1].sampling.grammar is not None
+    calls: Any = answer.choices[0].message.tool_calls
+    assert (calls[-1].type, calls[-1].custom.name, calls[-1].custom.input) == ("custom", "sql", "SELECT 1")
+
+
+def test_a_custom_tools_grammar_that_cannot_be_enforced_is_a_400_with_its_field(client: OpenAI) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "(?=a)b"}
+    with pytest.raises(BadRequestError, match="look-around") as caught:
+        create(client, tools=[{"type": "custom", "name": "sql", "format": form}])
+    assert caught.value.param == "tools[0].format.definition"

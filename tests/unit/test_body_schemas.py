@@ -114,6 +114,8 @@ def test_bounds_are_those_of_the_reader(path: str, field: str, value: float, tak
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": None}]}]}),
         ("/v1/chat/completions", {"tools": [{"type": "function"}]}),
         ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
+        ("/v1/chat/completions", {"tools": [{"type": "custom"}]}),
+        ("/v1/chat/completions", {"tools": [{"type": "custom", "custom": {"name": "a b"}}]}),
         ("/v1/chat/completions", {"stop": [""]}),
         ("/v1/chat/completions", {"stop_token_ids": [260]}),
         ("/v1/chat/completions", {"reasoning_effort": "much"}),
@@ -160,6 +162,7 @@ def test_what_a_schema_refuses_is_refused(path: str, changes: dict[str, Any]) ->
                 ]
             },
         ),
+        ("/v1/chat/completions", {"tools": [{"type": "custom", "custom": {"name": "c", "format": {"type": "text"}}}]}),
         ("/v1/responses", {"tools": [{"type": "web_search"}, {"type": "custom", "name": "c"}]}),
         ("/v1/responses", {"background": True, "text": {"format": {"type": "text"}}}),
         (

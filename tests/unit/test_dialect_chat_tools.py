@@ -13,6 +13,7 @@ from moeserve.frontend.dialects.internal import (
     ChatPrompt,
     Delta,
     GenerateRequest,
+    InputForm,
     ModelFacts,
     TokenText,
     Tool,
@@ -299,6 +300,74 @@ def test_a_streamed_call_has_its_head_once() -> None:
     assert later == {
         "tool_calls": [{"index": 0, "function": {"arguments": '{"a'}}, {"index": 1, "function": {"arguments": "}"}}]
     }
+
+
+FORM = {"syntax": "regex", "definition": "[0-9]+"}
+PATCH = {"type": "custom", "custom": {"name": "patch", "format": {"type": "grammar", "grammar": FORM}}}
+CALLED_CUSTOM = [
+    ToolCallPart(0, "", "call_1", "patch"),
+    ToolCallPart(0, '{"input": "'),
+    ToolCallPart(0, '1\\n2"}'),
+    ToolCallPart(1, "{}", "call_2", "clock"),
+    ToolCallPart(2, '{"input":"3"}', "call_3", "patch"),
+]
+
+
+def test_a_custom_tool_is_a_function_of_one_text_that_its_format_holds() -> None:
+    plain, held = parse(tools=[{"type": "custom", "custom": {"name": "a", "description": "d"}}, PATCH]).tools
+    assert (plain.name, plain.description, plain.strict, plain.input_form) == ("a", "d", False, None)
+    assert (held.name, held.strict) == ("patch", True)
+    assert held.input_form == InputForm("[0-9]+", "tools[1].custom.format.grammar.definition")
+    assert held.parameters is not None
+    assert held.parameters["required"] == ["input"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "custom"}, "tools[0].custom"),
+        ({"type": "custom", "custom": {}}, "tools[0].custom.name"),
+        ({"type": "custom", "custom": {"name": "a", "format": {"type": "x"}}}, "tools[0].custom.format.type"),
+        (
+            {"type": "custom", "custom": {"name": "a", "format": {"type": "grammar", "grammar": {"syntax": "lark"}}}},
+            "tools[0].custom.format.grammar.definition",
+        ),
+    ],
+)
+def test_bad_custom_tools_are_refused_by_name(tool: dict[str, Any], param: str) -> None:
+    assert refuse(tools=[tool]).param == param
+
+
+def test_a_custom_tool_is_chosen_by_its_name() -> None:
+    named = {"type": "custom", "custom": {"name": "patch"}}
+    assert parse(tools=[CLOCK, PATCH], tool_choice=named).tool_choice == ToolChoice("required", ("patch",))
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    assert parse(tools=[CLOCK, PATCH], tool_choice=allowed).tool_choice == ToolChoice("auto", ("patch",))
+
+
+def test_whole_and_streamed_calls_of_custom_tools_have_their_input_as_text() -> None:
+    whole = Delta(0, "", [], "tool_calls")
+    whole.append(Delta(0, "", [], "tool_calls", calls=CALLED_CUSTOM))
+    (choice,) = answer_of(formatter(tools=[CLOCK, PATCH]).complete([whole], USAGE))["choices"]
+    calls = choice["message"]["tool_calls"]
+    assert [call["type"] for call in calls] == ["custom", "function", "custom"]
+    assert [call["custom"] for call in calls[::2]] == [
+        {"name": "patch", "input": "1\n2"},
+        {"name": "patch", "input": "3"},
+    ]
+    writer = formatter(tools=[CLOCK, PATCH], stream=True)
+    parts = []
+    for number, part in enumerate(CALLED_CUSTOM):
+        finish = "tool_calls" if number == len(CALLED_CUSTOM) - 1 else None
+        data = writer.delta(Delta(0, finish_reason=finish, calls=[part]), USAGE)
+        parts += json.loads(data.removeprefix(b"data: "))["choices"][0]["delta"].get("tool_calls", [])
+    assert [(part["index"], part.get("custom")) for part in parts] == [
+        (0, {"name": "patch", "input": ""}),
+        (0, {"input": "1\n2"}),
+        (1, None),
+        (2, {"name": "patch", "input": ""}),
+        (2, {"input": "3"}),
+    ]
 
 
 def test_older_functions_get_the_older_form_of_an_answer() -> None:

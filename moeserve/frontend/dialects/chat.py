@@ -14,6 +14,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies, fields, internal
+from moeserve.frontend.dialects.chat_calls import ChatCalls
 from moeserve.frontend.dialects.chat_parts import (
     ChatMessage,
     check_choice,
@@ -23,6 +24,7 @@ from moeserve.frontend.dialects.chat_parts import (
     read_messages,
 )
 from moeserve.frontend.dialects.completions import SearchBody, read_beams, read_search_request
+from moeserve.frontend.dialects.custom_tools import make_custom_tool
 from moeserve.frontend.dialects.fields import read_cache_salt
 from moeserve.frontend.dialects.internal import (
     CacheOptions,
@@ -33,7 +35,6 @@ from moeserve.frontend.dialects.internal import (
     ModelFacts,
     TokenText,
     Tool,
-    ToolCallPart,
     ToolChoice,
     Usage,
     Writing,
@@ -56,9 +57,16 @@ class FunctionBody(msgspec.Struct):
     strict: bool | None = None
 
 
+class CustomBody(msgspec.Struct):
+    name: str | None = None
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class ToolBody(msgspec.Struct):
     type: str = "function"
     function: FunctionBody | None = None
+    custom: CustomBody | None = None
 
 
 class ChatBody(SearchBody, kw_only=True):
@@ -78,7 +86,10 @@ class ChatBody(SearchBody, kw_only=True):
 
 
 class _Repeated(msgspec.Struct):
+    """custom: the names of custom tools."""
+
     is_legacy: bool = False
+    custom: list[str] = []
 
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
@@ -109,7 +120,7 @@ def read_chat_request(chat: ChatBody, prompt: ChatPrompt, model: ModelFacts, **o
         tools=prompt.tools,
         tool_choice=_tool_choice(chat, prompt.tools),
         parallel_tool_calls=chat.parallel_tool_calls is not False and not is_legacy,
-        repeated=msgspec.json.encode(_Repeated(is_legacy)),
+        repeated=msgspec.json.encode(_Repeated(is_legacy, _custom_names(chat))),
         **own,
     )
 
@@ -146,19 +157,31 @@ def _tools(chat: ChatBody) -> tuple[Tool, ...]:
     """Return the functions of `tools`, or of `functions`, which is its older name."""
     if chat.functions and chat.tools:
         raise invalid("Give `tools` or `functions`, not both", "functions")
-    found = []
-    for index, tool in enumerate(chat.tools or ()):
-        where = f"tools[{index}]"
-        if tool.type != "function":
-            raise unsupported(f"{where}.type", tool.type[:40])
-        if tool.function is None:
-            raise invalid(f"`{where}.function` is required", f"{where}.function")
-        found.append((tool.function, f"{where}.function"))
-    found += [(function, f"functions[{index}]") for index, function in enumerate(chat.functions or ())]
+    made = [(_tool(tool, f"tools[{index}]"), f"tools[{index}]") for index, tool in enumerate(chat.tools or ())]
+    for index, function in enumerate(chat.functions or ()):
+        made.append((_function(function, f"functions[{index}]"), f"functions[{index}]"))
+    return check_tools(made, "functions" if chat.functions else "tools")
+
+
+def _tool(tool: ToolBody, where: str) -> Tool:
+    if tool.type not in ("function", "custom"):
+        raise unsupported(f"{where}.type", tool.type[:40])
+    where = f"{where}.{tool.type}"
+    if tool.type == "custom" and tool.custom is not None:
+        body = tool.custom
+        return make_custom_tool(body.name, body.description, body.format, where, limits.MAX_CHAT_TOOL_NAME_CHARS)
+    if tool.type == "custom" or tool.function is None:
+        raise invalid(f"`{where}` is required", where)
+    return _function(tool.function, where)
+
+
+def _function(body: FunctionBody, where: str) -> Tool:
     longest = limits.MAX_CHAT_TOOL_NAME_CHARS
-    made = [make_tool(f.name, f.description, f.parameters, f.strict, where, longest) for f, where in found]
-    paths = [where.removesuffix(".function") for _, where in found]
-    return check_tools(list(zip(made, paths, strict=True)), "functions" if chat.functions else "tools")
+    return make_tool(body.name, body.description, body.parameters, body.strict, where, longest)
+
+
+def _custom_names(chat: ChatBody) -> list[str]:
+    return [str(tool.custom.name) for tool in chat.tools or () if tool.type == "custom" and tool.custom is not None]
 
 
 def _tool_choice(chat: ChatBody, tools: tuple[Tool, ...]) -> ToolChoice:
@@ -176,8 +199,8 @@ def _tool_choice(chat: ChatBody, tools: tuple[Tool, ...]) -> ToolChoice:
     if chat.functions:
         return check_choice(ToolChoice("required", (_name_in(asked, where),)), known, where)
     match asked.get("type"):
-        case "function":
-            return check_choice(ToolChoice("required", (_named_function(asked, where),)), known, where)
+        case "function" | "custom":
+            return check_choice(ToolChoice("required", (_named_tool(asked, where),)), known, where)
         case "allowed_tools":
             return check_choice(_allowed_tools(asked.get("allowed_tools"), where), known, where)
         case other:
@@ -191,15 +214,16 @@ def _allowed_tools(allowed: Any, where: str) -> ToolChoice:
     mode = allowed.get("mode", "auto")
     if mode not in ("auto", "required"):
         raise invalid(f"`{where}.mode` must be auto or required", f"{where}.mode")
-    names = [_named_function(entry, f"{where}.tools[{index}]") for index, entry in enumerate(allowed["tools"])]
+    names = [_named_tool(entry, f"{where}.tools[{index}]") for index, entry in enumerate(allowed["tools"])]
     return ToolChoice(mode, tuple(dict.fromkeys(names)))
 
 
-def _named_function(choice: Any, where: str) -> str:
-    """Return the name in `{"type": "function", "function": {"name": ...}}`."""
-    if not isinstance(choice, dict) or choice.get("type") != "function":
-        raise invalid(f"`{where}` must be a choice of type function", where)
-    return _name_in(choice.get("function"), f"{where}.function")
+def _named_tool(choice: Any, where: str) -> str:
+    """Return the name in `{"type": "function", "function": {"name": ...}}`, or of a custom tool alike."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind not in ("function", "custom"):
+        raise invalid(f"`{where}` must be a choice of type function or custom", where)
+    return _name_in(choice.get(kind), f"{where}.{kind}")
 
 
 def _name_in(function: Any, where: str) -> str:
@@ -245,7 +269,7 @@ def _logprobs(chat: ChatBody, model: ModelFacts) -> int | None:
     return fields.read_logprobs("top_logprobs", chat.top_logprobs or 0, model)
 
 
-def _message_of(choice: Delta, is_legacy: bool) -> dict[str, Any]:
+def _message_of(choice: Delta, calls: ChatCalls) -> dict[str, Any]:
     """Return a whole answer's message. Its content is null where there are calls and no text."""
     message: dict[str, Any] = {
         "role": "assistant",
@@ -255,42 +279,21 @@ def _message_of(choice: Delta, is_legacy: bool) -> dict[str, Any]:
     }
     if choice.reasoning:
         message |= {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning}
-    if choice.calls and is_legacy:
-        message["function_call"] = {"name": choice.calls[0].name, "arguments": choice.calls[0].arguments}
-    elif choice.calls:
-        message["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in choice.calls
-        ]
-    return message
+    return message | calls.whole(choice.calls)
 
 
-def _new_parts(delta: Delta, is_legacy: bool) -> dict[str, Any]:
-    """Return the `delta` of an event. A call's id, type and name come once."""
+def _new_parts(delta: Delta, calls: ChatCalls) -> dict[str, Any]:
+    """Return the `delta` of an event."""
     parts: dict[str, Any] = {}
     if delta.reasoning:
         parts |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
     if delta.text or (delta.tokens and not delta.reasoning and not delta.calls):
         parts["content"] = delta.text
-    if delta.calls and is_legacy:
-        part = delta.calls[0]
-        parts["function_call"] = (
-            {"name": part.name, "arguments": part.arguments} if part.name else {"arguments": part.arguments}
-        )
-    elif delta.calls:
-        parts["tool_calls"] = [_call_part(part) for part in delta.calls]
-    return parts
+    return parts | calls.parts(delta)
 
 
-def _call_part(part: ToolCallPart) -> dict[str, Any]:
-    if part.name:
-        function = {"name": part.name, "arguments": part.arguments}
-        return {"index": part.place, "id": part.call_id, "type": "function", "function": function}
-    return {"index": part.place, "function": {"arguments": part.arguments}}
-
-
-def _finish(delta: Delta, is_legacy: bool) -> str | None:
-    return "function_call" if is_legacy and delta.finish_reason == "tool_calls" else delta.finish_reason
+def _finish(delta: Delta, calls: ChatCalls) -> str | None:
+    return "function_call" if calls.is_legacy and delta.finish_reason == "tool_calls" else delta.finish_reason
 
 
 class ChatFormatter(Formatter):
@@ -304,8 +307,8 @@ class ChatFormatter(Formatter):
         self._tokenizer = tokenizer
         self._wants_logprobs = request.sampling.logprobs is not None
         self._wants_prompt = request.prompt_logprobs is not None
-        # The older names `functions` and `function_call` get the older form of an answer.
-        self._is_legacy = msgspec.json.decode(request.repeated, type=_Repeated).is_legacy
+        repeated = msgspec.json.decode(request.repeated, type=_Repeated)
+        self._calls = ChatCalls(is_legacy=repeated.is_legacy, custom=frozenset(repeated.custom))
         chunk = {**self._head, "object": "chat.completion.chunk", "system_fingerprint": fingerprint}
         self._events = internal.EventWriter(chunk, request)
         self._has_begun = False
@@ -316,9 +319,9 @@ class ChatFormatter(Formatter):
         return self._events.choice(index, b'"delta":{"role":"assistant","content":""}', usage=before)
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
-        content = b'"delta":' + msgspec.json.encode(_new_parts(delta, self._is_legacy))
+        content = b'"delta":' + msgspec.json.encode(_new_parts(delta, self._calls))
         logprobs = msgspec.json.encode(self._logprobs(delta.tokens)) if delta.tokens else b"null"
-        return self._events.choice(delta.index, content, logprobs, _finish(delta, self._is_legacy), usage)
+        return self._events.choice(delta.index, content, logprobs, _finish(delta, self._calls), usage)
 
     def end(self, usage: Usage) -> bytes:
         return self._events.end(usage)
@@ -340,9 +343,9 @@ class ChatFormatter(Formatter):
                 "choices": [
                     {
                         "index": choice.index,
-                        "message": _message_of(choice, self._is_legacy),
+                        "message": _message_of(choice, self._calls),
                         "logprobs": found,
-                        "finish_reason": _finish(choice, self._is_legacy),
+                        "finish_reason": _finish(choice, self._calls),
                     }
                     for choice, found in zip(choices, logprobs, strict=True)
                 ],

@@ -134,7 +134,8 @@ def _namespace(found: ToolSet, tool: dict[str, Any], where: str) -> dict[str, An
 def _callable(found: ToolSet, tool: dict[str, Any], where: str, namespace: str | None) -> dict[str, Any]:
     """Add a function or a custom tool; return it as the answer repeats it."""
     name, description = _read_name(tool, where), _text(tool, "description", where)
-    is_custom, repeated = tool["type"] == "custom", dict[str, Any]()
+    is_custom = tool["type"] == "custom"
+    repeated: dict[str, Any]
     if is_custom:
         form = tool.get("format")
         made = make_custom_tool(name, description, form, where, limits.MAX_TOOL_NAME_CHARS)

@@ -336,7 +336,8 @@ _OF_STRUCTS: dict[str, dict[str, Schema]] = {
     "MessageCall": {"type": _one_of("function")},
     "CalledFunction": {"name": _CALLED},
     "FunctionBody": {"name": _CHAT_NAME},
-    "chat.ToolBody": {"type": _one_of("function")},
+    "CustomBody": {"name": _CHAT_NAME},
+    "chat.ToolBody": {"type": _one_of("function", "custom")},
     "ResponsesBody": {
         **_NO_FORMATS,
         **{name: _one_of(*harmless) for name, harmless in responses.UNSUPPORTED.items()},
@@ -376,7 +377,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "MessageCall": ("function",),
     "CalledFunction": ("name",),
     "FunctionBody": ("name",),
-    "chat.ToolBody": ("function",),
+    "CustomBody": ("name",),
     "Format": ("schema",),
     "ContextEdit": ("keep",),
 }
@@ -393,6 +394,12 @@ _BLOCKS: dict[str, dict[str, dict[str, Schema]]] = {
 }
 # Fields that depend on the value of another field, or on its lack, by struct.
 _VARIANTS: dict[str, Schema] = {
+    "chat.ToolBody": {
+        "anyOf": [
+            _object(("function",), type=_one_of("function"), function=_ANY_OBJECT),
+            _object(("type", "custom"), type=_one_of("custom"), custom=_ANY_OBJECT),
+        ]
+    },
     "messages.ToolBody": {
         "anyOf": [
             _object(("name", "input_schema"), type=_one_of(None, "custom"), name=_NAME, input_schema=_ANY_OBJECT),
