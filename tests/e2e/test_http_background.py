@@ -52,6 +52,20 @@ def ended(client: OpenAI, response_id: str) -> Any:
     return found
 
 
+def test_what_is_read_to_show_a_response_in_the_background_has_none_of_its_input(
+    server: Frontend, client: OpenAI, store: sqlite3.Connection
+) -> None:
+    server.engine.script = admit_only
+    sealed: Any = {"type": "reasoning", "summary": [], "encrypted_content": "." * 300_000}
+    made = create(client, input=[sealed, {"role": "user", "content": "hi"}])
+    assert client.responses.retrieve(made.id).status == "queued"
+    (size,) = store.execute("SELECT length(record) FROM jobs WHERE id = ?", (made.id,)).fetchone()
+    assert size < 10_000
+    kinds = [item.type for item in client.responses.input_items.list(made.id, order="asc").data]
+    assert kinds == ["reasoning", "message"]
+    client.responses.cancel(made.id)
+
+
 def test_a_response_in_the_background_is_fetched_later(server: Frontend, client: OpenAI) -> None:
     server.engine.script = admit_only
     made = create(client)

@@ -529,13 +529,18 @@ def test_an_earlier_response_goes_before_the_input_without_its_instructions() ->
         },
         {"role": "tool", "content": "ok", "tool_call_id": "c1", "name": "weather"},
     ]
-    assert msgspec.json.decode(turn_of(request).input) == [result("c1")]
+    assert msgspec.json.decode(request.own_items) == [result("c1")]
+
+
+def test_items_are_kept_for_a_stored_response_alone() -> None:
+    assert msgspec.json.decode(parse(input=[CALLED]).own_items) == [CALLED]
+    assert parse(input=[CALLED], store=False).own_items == b"[]"
 
 
 def test_a_reference_stands_for_a_kept_item() -> None:
     request = parse(stored(), input=[{"type": "item_reference", "id": "fc_1"}, result("c1")])
     assert [message["role"] for message in prompt_of(request).messages] == ["assistant", "tool"]
-    assert msgspec.json.decode(turn_of(request).input) == [CALLED, result("c1")]
+    assert msgspec.json.decode(request.own_items) == [CALLED, result("c1")]
 
 
 def test_a_reference_to_a_reference_is_an_item_that_is_not_kept() -> None:

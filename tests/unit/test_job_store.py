@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,13 @@ from typing import Any, cast
 import pytest
 
 from moeserve.frontend import limits
+from moeserve.frontend.dialects.responses_answer import KeptResponse
+from moeserve.frontend.dialects.responses_items import Named
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.jobs.runner import pack_entries
-from moeserve.frontend.store import idempotency, jobs
+from moeserve.frontend.listing import Page
+from moeserve.frontend.store import idempotency, jobs, responses
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.idempotency import Name
 from moeserve.frontend.store.jobs import StoredJob
@@ -158,3 +162,24 @@ def test_a_follower_of_another_processes_job_reads_its_journal_only_when_somebod
         await store.stop()
 
     asyncio.run(run())
+
+
+def test_the_items_of_a_request_in_the_background_are_kept_once_and_become_its_responses(shelf: MakeShelf) -> None:
+    items = b'[{"role":"user","content":"%b"}]' % (b"." * 5_000)
+    jobs.create(shelf(), "resp_a", b"record", "me", None, None, items)
+    before = shelf().num_bytes
+    assert before > len(items)
+
+    def texts() -> list[str]:
+        listed = responses.input_page(shelf(), "resp_a", Page(10))
+        assert listed is not None
+        return [json.loads(item)["content"][0]["text"] for _, item in listed.rows]
+
+    assert texts() == ["." * 5_000]
+    assert jobs.end(shelf(), "resp_a", "done")
+    assert responses.put(shelf(), KeptResponse("resp_a", b"{}", b"[]", b"[]"))
+    jobs.note_kept(shelf(), "resp_a")
+    assert texts() == ["." * 5_000]
+    assert shelf().num_bytes == before + len(b"{}[]")
+    earlier = responses.earlier(shelf(), Named("resp_a", None, []))
+    assert earlier.turns == [items, b"[]"]

@@ -181,8 +181,9 @@ class GenerateRequest:
     other requests leave. `detached`: the client fetches the answer later.
     `prediction` is the answer's text as the client expects it.
     `ignored` names the unknown fields, `dropped_tools` the kinds of built-in tools that were
-    asked for and do not exist here; `repeated` is JSON that the dialect writes for its own answer. `bound` is the most
-    tokens that the service lets the answer have (`ModelFacts.bound_of`).
+    asked for and do not exist here; `repeated` is JSON that the dialect writes for its own answer, `own_items` a JSON
+    list of the items that are kept beside a response. `bound` is the most tokens that the service lets the answer have
+    (`ModelFacts.bound_of`).
 
     `max_tokens` 0 asks for nothing but the prompt. `echo` puts the prompt before the text, of a chat the text that is
     continued. `best` is how many of the `n` choices of each prompt the client gets, by the best mean log
@@ -227,6 +228,7 @@ class GenerateRequest:
     ignored: tuple[str, ...] = ()
     dropped_tools: tuple[str, ...] = ()
     repeated: bytes = b"{}"
+    own_items: bytes = b"[]"
     bound: int | None = None
 
     def longest_output(self, room: int) -> int:

@@ -89,13 +89,11 @@ class ResponsesBody(fields.SamplingBody, kw_only=True):
 class Turn:
     """The part of a request that its answer needs.
 
-    repeated: the fields of the response object that are the request's. input: JSON of this request's own items, with
-    other items in place of references to them; none where the response is not stored. names: how the client knows the
-    tools, by the model's names for them.
+    repeated: the fields of the response object that are the request's. names: how the client knows the tools, by the
+    model's names for them.
     """
 
     repeated: dict[str, Any]
-    input: msgspec.Raw
     names: dict[str, ClientName]
     previous_id: str | None
     conversation_id: str | None
@@ -173,9 +171,8 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
         output_format=output_format,
         ignored=(*ignored, *verbosity),
         dropped_tools=tuple(tools.dropped),
-        repeated=msgspec.json.encode(
-            _turn(asked, _resolved(items, earlier), tools, _repeated(asked, tools, sampling, form))
-        ),
+        repeated=msgspec.json.encode(_turn(asked, tools, _repeated(asked, tools, sampling, form))),
+        own_items=b"[]" if asked.store is False else msgspec.json.encode(_resolved(items, earlier)),
     )
 
 
@@ -190,15 +187,13 @@ def _prompt(asked: ResponsesBody, past: list[Item], items: list[Item], tools: To
     )
 
 
-def _turn(asked: ResponsesBody, items: list[Item], tools: ToolSet, repeated: dict[str, Any]) -> Turn:
-    store = asked.store is not False
+def _turn(asked: ResponsesBody, tools: ToolSet, repeated: dict[str, Any]) -> Turn:
     return Turn(
         repeated=repeated,
-        input=msgspec.Raw(msgspec.json.encode(items if store else [])),
         names=tools.names,
         previous_id=asked.previous_response_id,
         conversation_id=_conversation_id(asked.conversation),
-        store=store,
+        store=asked.store is not False,
         seals_reasoning=_SEALED_REASONING in (asked.include or ()),
     )
 

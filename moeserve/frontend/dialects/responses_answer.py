@@ -197,6 +197,7 @@ class ResponsesFormatter(Formatter):
         self._clock = clock
         self.kept: KeptResponse | None = None
         self._turn = msgspec.json.decode(request.repeated, type=Turn)
+        self._own_items = request.own_items
         self._id = answer_id
         self._head = {"id": answer_id, "object": "response", "created_at": created, "model": request.model}
         self._tokenizer = tokenizer
@@ -340,7 +341,7 @@ class ResponsesFormatter(Formatter):
         turn = self._turn
         head = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
         output = msgspec.json.encode(response["output"])
-        return KeptResponse(self._id, head, output, bytes(turn.input), turn.previous_id, turn.conversation_id)
+        return KeptResponse(self._id, head, output, self._own_items, turn.previous_id, turn.conversation_id)
 
     def _response(self, status: str, usage: Usage | None = None, error: dict[str, str] | None = None) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -92,9 +93,11 @@ class Jobs:
 
         Raise ApiError: 422 for a key of another request, 429, 503.
         """
-        record = JobRecord(answer_id, int(time.time()), seed, self.reader, pack_reply(prepared))
-        packed, needs = msgspec.msgpack.encode(record), previous_id_of(prepared.request)
-        make = partial(jobs.create, job_id=answer_id, record=packed, owner=self._owner.name, needs=needs, name=name)
+        request = prepared.request
+        lasting = msgspec.structs.replace(prepared, request=replace(request, own_items=b"[]"))
+        record = JobRecord(answer_id, int(time.time()), seed, self.reader, pack_reply(lasting))
+        create = partial(jobs.create, job_id=answer_id, record=msgspec.msgpack.encode(record), owner=self._owner.name)
+        make = partial(create, needs=previous_id_of(request), own_items=request.own_items, name=name)
         job_id = await self._store.write(caller, make)
         if job_id == answer_id and not self._runner.has(job_id):
             self._runner.begin(OpenJob(job_id, caller), terms)

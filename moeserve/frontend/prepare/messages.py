@@ -105,7 +105,8 @@ class Prepared(msgspec.Struct, frozen=True, tag_field="reply"):
     @property
     def num_bytes(self) -> int:
         """Bytes of what can be long."""
-        return len(self.request.repeated) + sum(4 * len(prompt) for prompt in self.prompts)
+        request = self.request
+        return len(request.repeated) + len(request.own_items) + sum(4 * len(prompt) for prompt in self.prompts)
 
     relaxed: tuple[Relaxed, ...] = ()
 
@@ -180,8 +181,9 @@ def pack_reply(reply: Reply) -> bytes:
         case ApiError():
             packed = _Error(reply)
         case Prepared():
-            packed = msgspec.structs.replace(reply, request=replace(reply.request, repeated=b""))
-            rest = reply.request.repeated
+            request = reply.request
+            packed = msgspec.structs.replace(reply, request=replace(request, repeated=b"", own_items=b""))
+            rest = b"".join([len(request.repeated).to_bytes(SIZE_BYTES), request.repeated, request.own_items])
         case Body():
             packed, rest = Body(b""), reply.content
         case _:
@@ -207,7 +209,10 @@ def unpack_reply(frame: bytes) -> Reply:
         case _Error():
             return packed.error
         case Prepared():
-            return msgspec.structs.replace(packed, request=replace(packed.request, repeated=bytes(payload)))
+            end = SIZE_BYTES + int.from_bytes(payload[:SIZE_BYTES])
+            repeated, own_items = bytes(payload[SIZE_BYTES:end]), bytes(payload[end:])
+            request = replace(packed.request, repeated=repeated, own_items=own_items)
+            return msgspec.structs.replace(packed, request=request)
         case Body():
             return Body(bytes(payload))
     return packed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 
 import msgspec
@@ -122,8 +121,7 @@ class KeptResponseRoutes:
         find = partial(responses.input_page, response_id=response_id, page=page)
         listed = await self._store.read(caller_of(request.scope), find)
         if listed is None:
-            shown = await self._find(request)
-            listed = await asyncio.to_thread(responses.page_of_input, response_id, shown.input, page)
+            raise _not_found(response_id)
         return list_of(request.scope, listed)
 
     async def _find(self, request: Request) -> KeptResponse:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 # Raised with every change of the schema. A file of an earlier version is changed by `_CHANGES` and gets the tables that
 # it lacks; files of later versions are refused.
-VERSION = 8
+VERSION = 9
 _BUSY_S = 10.0  # seconds that a transaction waits for a transaction of another process
 _MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
@@ -75,12 +75,14 @@ CREATE TABLE IF NOT EXISTS items(
 CREATE INDEX IF NOT EXISTS items_of_caller ON items(caller, id);
 CREATE INDEX IF NOT EXISTS items_in_order ON items(conversation, number);
 -- Generations that outlive their connection (`jobs.py`). `owner`: the HTTP process that runs it. `tries`: processes
--- that have taken it over since it last put anything out. `ended_at`: UNIX time. `failure`: of a failed one.
--- `is_kept`: the response of a job that is done was kept. Without it, a row of `responses` is shown alone.
+-- that have taken it over since it last put anything out. `input`: the items of the request, until its response has
+-- them. `ended_at`: UNIX time. `failure`: of a failed one. `is_kept`: the response of a job that is done was kept.
+-- Without it, a row of `responses` is shown alone.
 CREATE TABLE IF NOT EXISTS jobs(
   id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
   caller BLOB NOT NULL,
   record BLOB NOT NULL,
+  input BLOB NOT NULL DEFAULT x'5b5d',
   owner TEXT NOT NULL,
   tries INTEGER NOT NULL DEFAULT 0,
   state TEXT NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'done', 'failed', 'cancelled')),
@@ -185,6 +187,7 @@ DROP TABLE IF EXISTS idempotency;
 DROP TABLE IF EXISTS job_outputs;
 DELETE FROM jobs;
 """,
+    9: "ALTER TABLE jobs ADD COLUMN input BLOB NOT NULL DEFAULT x'5b5d';\n",
 }
 
 # `struct flock` of 64-bit Linux: type, whence, first byte, number of bytes, process.

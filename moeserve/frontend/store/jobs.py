@@ -18,7 +18,7 @@ from moeserve.frontend.store.idempotency import Name
 from moeserve.frontend.store.store import ROW_BYTES, NoRoom, Shelf
 
 State = Literal["open", "done", "failed", "cancelled"]
-_ROWS_AT_ONCE = 256  # rows of a journal in one read
+_ROWS_AT_ONCE = 64  # rows of a journal in one read, which the event loop shows in one turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,11 @@ class News:
     is_whole: bool
 
 
-def create(shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | None, name: Name | None) -> str:
+def create(
+    shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | None, name: Name | None, own_items: bytes = b"[]"
+) -> str:
     """Enter an open job, unless one has the name; return the job's id. needs: a response that must stay as long as the
-    job.
+    job. own_items: the items of its request, as JSON.
 
     Raise ApiError: 422 for the name of another request, 429. Raise NoRoom.
     """
@@ -74,9 +76,10 @@ def create(shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | No
         most = limits.MAX_OPEN_JOBS_PER_KEY
         message = f"This key has {most} responses in the background already that have not ended"
         raise ApiError(429, message, type="rate_limit_error", code="too_many_jobs", retry_after_s=5.0)
-    shelf.add(job_id, len(record), needs=needs if needs is not None and shelf.has(needs) else None, busy=True)
-    row = (job_id, shelf.caller, record, owner)
-    shelf.db.execute("INSERT INTO jobs(id, caller, record, owner) VALUES (?, ?, ?, ?)", row)
+    needed = needs if needs is not None and shelf.has(needs) else None
+    shelf.add(job_id, len(record) + len(own_items), needs=needed, busy=True)
+    row = (job_id, shelf.caller, record, own_items, owner)
+    shelf.db.execute("INSERT INTO jobs(id, caller, record, input, owner) VALUES (?, ?, ?, ?, ?)", row)
     if name is not None:
         idempotency.enter(shelf, name, job_id)
     return job_id

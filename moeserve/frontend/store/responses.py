@@ -67,17 +67,20 @@ def _put(shelf: Shelf, kept: KeptResponse) -> bool:
         query = f"""SELECT past_size + {OVERHEAD_BYTES} + length(head) + length(output) + length(input)
                     FROM responses WHERE id = ?"""
         (past_size,) = shelf.db.execute(query, (kept.previous_id,)).fetchone()
-    size = len(kept.head) + len(kept.output) + len(kept.input)
-    if size + OVERHEAD_BYTES + past_size > min(shelf.bounds.max_bytes, limits.MAX_STORED_CONVERSATION_BYTES):
+    own_items, is_job = _own_items(shelf, kept)
+    size = len(kept.head) + len(kept.output)
+    if size + len(own_items) + OVERHEAD_BYTES + past_size > min(
+        shelf.bounds.max_bytes, limits.MAX_STORED_CONVERSATION_BYTES
+    ):
         return False
     if kept.conversation_id is not None:
-        items = [*msgspec.json.decode(kept.input), *msgspec.json.decode(kept.output)]
+        items = [*msgspec.json.decode(own_items), *msgspec.json.decode(kept.output)]
         if append_new_items(shelf, kept.conversation_id, items) is None:
             return False
-    if shelf.has(kept.response_id):
-        shelf.grow(kept.response_id, size)  # a job entered it
+    if is_job:
+        shelf.grow(kept.response_id, size)
     else:
-        shelf.add(kept.response_id, size, needs=kept.previous_id)
+        shelf.add(kept.response_id, size + len(own_items), needs=kept.previous_id)
     _insert(shelf, kept, past_size)
     return True
 
@@ -88,12 +91,21 @@ def put_shown(shelf: Shelf, ended: KeptResponse) -> None:
     with suppress(NoRoom), shelf.attempt():
         if shelf.has(ended.response_id) and find(shelf, ended.response_id) is None:
             _insert(shelf, ended, 0)
-            shelf.grow(ended.response_id, len(ended.head) + len(ended.output) + len(ended.input))
+            shelf.grow(ended.response_id, len(ended.head) + len(ended.output))
 
 
 def _insert(shelf: Shelf, kept: KeptResponse, past_size: int) -> None:
-    row = (kept.response_id, kept.head, kept.output, kept.input, past_size)
+    """Enter a response. That of a job takes over the items of the request."""
+    own_items, _ = _own_items(shelf, kept)
+    shelf.db.execute("UPDATE jobs SET input = x'' WHERE id = ?", (kept.response_id,))
+    row = (kept.response_id, kept.head, kept.output, own_items, past_size)
     shelf.db.execute("INSERT INTO responses(id, head, output, input, past_size) VALUES (?, ?, ?, ?, ?)", row)
+
+
+def _own_items(shelf: Shelf, kept: KeptResponse) -> tuple[bytes, bool]:
+    """Return the items of a response's request, and whether it is a job, whose items are kept since it came."""
+    row = shelf.db.execute("SELECT input FROM jobs WHERE id = ?", (kept.response_id,)).fetchone()
+    return (kept.input, False) if row is None else (bytes(row[0]), True)
 
 
 def find(shelf: Shelf, response_id: str) -> KeptResponse | None:
@@ -104,10 +116,12 @@ def find(shelf: Shelf, response_id: str) -> KeptResponse | None:
 
 
 def input_page(shelf: Shelf, response_id: str, page: Page) -> Listed | None:
-    """Return items of a response's request; None for an unknown response. Raise ApiError."""
-    query = "SELECT input FROM responses JOIN kept USING (id) WHERE id = ? AND caller = ? AND NOT hidden"
+    """Return items of a response's request, also of one in the background; None for an unknown response. Raise
+    ApiError."""
+    query = """SELECT coalesce(responses.input, jobs.input) FROM kept LEFT JOIN responses USING (id)
+               LEFT JOIN jobs USING (id) WHERE id = ? AND kept.caller = ? AND NOT hidden"""
     row = shelf.db.execute(query, (response_id, shelf.caller)).fetchone()
-    return None if row is None else page_of_input(response_id, bytes(row[0]), page)
+    return None if row is None or row[0] is None else page_of_input(response_id, bytes(row[0]), page)
 
 
 def page_of_input(response_id: str, items: bytes, page: Page) -> Listed:
