@@ -154,6 +154,8 @@ def comparable(value: Any) -> Any:
     """Return a JSON value without what differs from request to request, or by what the cache holds."""
     if isinstance(value, dict):
         differs = {"id", "created", "created_at", "completed_at", "cached_tokens", "cache_read_input_tokens", "item_id"}
+        # Of a service that moves experts it names the placement, which a new life may begin with another one.
+        differs |= {"system_fingerprint"}
         differs.add("resumed")
         return {key: comparable(item) for key, item in value.items() if key not in differs}
     return [comparable(item) for item in value] if isinstance(value, list) else value
