@@ -232,7 +232,7 @@ def test_a_file_of_an_earlier_version_goes_on_without_its_files_and_batches(tmp_
     db = connect(path)
     db.executescript(
         """DROP TABLE batch_lines; DROP TABLE batches; DROP TABLE files; DROP TABLE file_pieces;
-           DROP TABLE dropped_files; PRAGMA user_version = 6;
+           DROP TABLE dropped_files; ALTER TABLE jobs DROP COLUMN input; PRAGMA user_version = 6;
            CREATE TABLE files(id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE, content BLOB NOT NULL);
            CREATE TABLE batches(id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE);
            CREATE TABLE batch_results(batch TEXT NOT NULL REFERENCES batches ON DELETE CASCADE);
