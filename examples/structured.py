@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 
 class Ticket(BaseModel):
-    """What to do about a report."""
+    """A report, sorted: its kind, its urgency and the component at fault."""
 
     kind: Literal["bug", "question", "wish"]
     urgent: bool

@@ -135,7 +135,7 @@ DEFAULT_TERMS = Terms()
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a client asks of the parts of a service (`moeserve.scheduling.parts`)."""
+    """A client's wishes to the parts of a service (`moeserve.scheduling.parts`)."""
 
     least_cached: float = 0.0  # the share of the prompt that must be cached for the request to be computed
     has_tools: bool = False  # the answer may call tools

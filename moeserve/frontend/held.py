@@ -1,4 +1,4 @@
-"""What requests hold of one HTTP process, by key: a place each, and bytes of bodies and answers."""
+"""Count by key the places of open requests in one HTTP process, and the bytes of their bodies and answers."""
 
 from __future__ import annotations
 

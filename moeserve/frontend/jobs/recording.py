@@ -1,4 +1,4 @@
-"""What an answer has sent so far, in memory, for any number of clients that come at any time."""
+"""Record the parts of a running answer in memory, for any number of clients that come at any time."""
 
 from __future__ import annotations
 
