@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from launcher.auto_model import TOKENS_OF_AGENTS
 from launcher.preflight import gpu_names, usable_cores
 from launcher.settings_options import some_settings
 from moeserve.config import ConfigError, ServeConfig, cache_root, environment_name, load_config
@@ -53,8 +54,6 @@ _SETTINGS = (
 )
 # Bytes for keys and values beside the largest model that is named where none was asked about.
 _KV_ROOM_BYTES = 2 * 2**30
-# Tokens: the context that terminal agents work with; docs/clients.md has the sizes of their first prompts.
-_TOKENS_OF_AGENTS = 32_000
 _ALWAYS_UNKNOWN = (
     "What a prompt's tokens cost: they are bound by products, which were not measured.",
     "How fast other programs let this machine be.",
@@ -321,9 +320,9 @@ def _setup_lines(setup: Setup, longest: int) -> Iterator[str]:
     yield f"    weights   {show_size(setup.weights_bytes)}{few}"
     tokens = f"{setup.kv_tokens:,} tokens, at most {setup.max_model_len:,} per request"
     yield f"    KV        {show_size(setup.kv_bytes)} = {tokens}"
-    if setup.max_model_len < min(_TOKENS_OF_AGENTS, longest):
+    if setup.max_model_len < min(TOKENS_OF_AGENTS, longest):
         halved = "" if "--kv-cache-dtype" in setup.flags else "; --kv-cache-dtype int8 makes room for more"
-        yield f"    agents    a terminal agent needs {_TOKENS_OF_AGENTS:,} tokens per request{halved}"
+        yield f"    agents    a terminal agent needs {TOKENS_OF_AGENTS:,} tokens per request{halved}"
     if setup.num_window_blocks:
         yield f"    windows   {setup.num_window_blocks:,} of its blocks hold the last tokens, for layers with a window"
     if setup.state_bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from itertools import groupby
 from pathlib import Path
@@ -133,6 +134,43 @@ def some_settings(*names: str) -> Callable[[_F], _F]:
         return command
 
     return add
+
+
+def _read_sets(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    """Return settings of the form NAME=VALUE as `load_config` takes flags."""
+    known = {setting.name: setting for setting in fields(ServeConfig) if setting.name != _ARGUMENT}
+    flags: dict[str, Any] = {}
+    for text in given:
+        name, is_set, value = text.partition("=")
+        name = name.removeprefix("--").replace("-", "_")
+        if not is_set or name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0].replace('_', '-')}?" if close and close[0] != name else "."
+            raise click.BadParameter(f"{text!r} is not NAME=VALUE with a setting of `moeserve serve`{hint}")
+        flags[name] = [*flags.get(name, ()), value] if known[name].metadata.get("multiple") else value
+    return flags
+
+
+set_option = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    callback=_read_sets,
+    metavar="NAME=VALUE",
+    help="Setting of `moeserve serve` for that service, as kv-cache-memory=12GiB. May be given several times.",
+)
+
+
+def serve_arguments(flags: Mapping[str, Any], config: ServeConfig) -> list[str]:
+    """Return settings as arguments of `moeserve serve`. config: that has come of the flags."""
+    words = []
+    for name, given in flags.items():
+        flag, value = "--" + name.replace("_", "-"), getattr(config, name)
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [f"{flag}={text}" for text in (given if isinstance(given, list) else [given])]
+    return words
 
 
 def _option(setting: Field[Any]) -> Callable[[_F], _F]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,19 +154,127 @@ def test_what_else_another_user_has_at_the_usual_port_is_passed_over(
         monkeypatch.setattr(launching, "USUAL_URL", f"http://{address}")
         monkeypatch.setattr(launching, "why_not_own", lambda: "It is another user's.")
         monkeypatch.setattr(launching, "own_service", own_service)
-        result = CliRunner().invoke(launch, ["claude"])
+        result = CliRunner().invoke(launch, ["--serve", "demo", "claude"])
     assert result.exit_code == 1
     assert "would be started" in result.output
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The arguments of each service that would be started where none runs."""
+    arguments: list[list[str]] = []
+
+    @contextmanager
+    def own_service(given: list[str]) -> Iterator[str]:
+        arguments.append(given)
+        raise ServiceNotStarted("would be started")
+        yield ""
+
+    monkeypatch.setattr(launching, "own_service", own_service)
+    monkeypatch.setattr(launching, "USUAL_URL", "http://127.0.0.1:9")
+    return arguments
+
+
+def test_no_service_of_the_demo_is_started_for_an_agent_unless_it_is_named(
+    said: Path, started: list[list[str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('kv-cache-memory = "64MiB"\n')
+    for options in ([], ["--set", "kv-cache-memory=1GiB"], ["--config", str(file)]):
+        result = CliRunner().invoke(launch, [*options, "claude"])
+        assert (result.exit_code, "--serve auto takes one that fits" in result.output) == (1, True)
+    assert not started
+    assert "would be started" in CliRunner().invoke(launch, ["--serve", "demo", "claude"]).output
+    assert started == [["demo"]]
+
+
+def test_a_service_gets_settings_as_its_own_flags(said: Path, started: list[list[str]]) -> None:
+    sets = ["kv-cache-memory=12GiB", "served_model_name=a", "served-model-name=b", "enable-prefix-caching=false"]
+    options = [word for text in sets for word in ("--set", text)]
+    CliRunner().invoke(launch, ["--serve", "demo", *options, "claude"])
+    names = ["--served-model-name=a", "--served-model-name=b"]
+    assert started == [["demo", "--kv-cache-memory=12GiB", *names, "--no-enable-prefix-caching"]]
+
+
+def test_a_setting_that_is_none_or_wrong_is_refused_before_a_service_starts(
+    said: Path, started: list[list[str]]
+) -> None:
+    result = CliRunner().invoke(launch, ["--serve", "demo", "--set", "kv-cach-memory=1GiB", "claude"])
+    assert (result.exit_code, "did you mean kv-cache-memory?" in result.output) == (2, True)
+    result = CliRunner().invoke(launch, ["--serve", "demo", "--set", "kv-cache-memory=much", "claude"])
+    assert (result.exit_code, "--kv-cache-memory" in result.output) == (1, True)
+    assert not started
+
+
+@pytest.mark.parametrize(("options", "says"), [([], "wants a key"), (["--api-key", "no"], "does not take this key")])
+def test_a_keyed_server_at_the_usual_port_is_not_taken_for_none(
+    options: list[str], says: str, said: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Keyed(Handler):
+        def do_GET(self) -> None:
+            self.answer(401, b'{"error": {"message": "The API key is wrong."}}')
+
+    with local_server(Keyed) as address:
+        monkeypatch.setattr(launching, "USUAL_URL", f"http://{address}")
+        monkeypatch.setattr(launching, "why_not_own", lambda: None)
+        result = CliRunner().invoke(launch, [*options, "claude"])
+    assert (result.exit_code, says in result.output) == (1, True)
+    assert not started
+
+
+def test_a_context_that_is_too_small_for_agents_is_said_with_the_flag_that_helps(url: str, said: Path) -> None:
+    result = CliRunner().invoke(launch, ["--url", url, "claude"])
+    assert "the context has 4,096 tokens, and terminal agents need 32,000" in result.output
+    assert "--kv-cache-memory=SIZE" in result.output
+
+
+def test_the_environment_is_printed_for_a_shell(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    lines = CliRunner().invoke(launch, ["--url", url, "--print", "claude"]).output.splitlines()
+    assert lines[0] == "unset ANTHROPIC_API_KEY"
+    assert f"export ANTHROPIC_BASE_URL={url}" in lines
+    lines = CliRunner().invoke(launch, ["--url", url, "--print", "continue", "-p"]).output.splitlines()
+    (function,) = lines
+    file = function.split()[5]
+    assert function == f'cn() {{ command cn --config {file} -p "$@"; }}'
+    assert json.loads(Path(file).read_text())["models"][0]["apiBase"] == f"{url}/v1"
+    assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
+    assert Path(file).is_relative_to(tmp_path)
+
+
+def test_command_and_environment_are_shown_as_json(url: str) -> None:
+    shown = json.loads(CliRunner().invoke(launch, ["--url", url, "--config-only", "qwen", "-y"]).output)
+    assert shown["command"] == ["qwen", "--auth-type", "openai", "-y"]
+    assert shown["environment"]["OPENAI_BASE_URL"] == f"{url}/v1"
+
+
+def test_an_agent_writes_its_own_settings_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = tmp_path / "said"
+    program = tmp_path / "cline"
+    program.write_text(f'#!/bin/sh\necho "$CLINE_DIR" "$@" >> {said}\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert run_agent(AGENTS["cline"], str(program), SERVER, ("hi",)) == 0
+    (folder, *setup), (same, *asked) = (line.split() for line in said.read_text().splitlines())
+    assert setup == ["auth", "openai-compatible", "-k", "k", "-m", "demo", "-b", "http://127.0.0.1:9/v1"]
+    assert (same, asked) == (folder, ["hi"])
+    assert not Path(folder).exists()
+
+
 @pytest.mark.parametrize("name", AGENTS)
-def test_every_agent_is_told_server_model_key_and_patience(name: str) -> None:
-    settings = AGENTS[name].settings(SERVER)
-    told = json.dumps([settings.arguments, dict(settings.variables)])
+def test_every_agent_is_told_server_model_and_key(name: str, tmp_path: Path) -> None:
+    settings = AGENTS[name].settings(SERVER, tmp_path)
+    told = json.dumps([settings.arguments, settings.setup, dict(settings.variables), list(settings.files.values())])
     assert "http://127.0.0.1:9" in told
     assert "demo" in told
-    assert "k" in settings.variables.values() or '\\"k\\"' in told
-    assert "3600000" in told  # first prompts take minutes on a few cores
+    assert re.search(r'\W"k\\*"', told)
+    assert all(file.is_relative_to(tmp_path) for file in settings.files)
+
+
+@pytest.mark.parametrize("name", ["codex", "claude", "opencode", "qwen", "continue", "goose", "gptme", "aider"])
+def test_agents_with_a_limit_of_their_own_wait_for_first_prompts(name: str, tmp_path: Path) -> None:
+    settings = AGENTS[name].settings(SERVER, tmp_path)
+    assert "3600" in json.dumps([settings.arguments, dict(settings.variables), list(settings.files.values())])
 
 
 def test_an_agent_that_is_killed_ends_as_a_shell_tells_it(tmp_path: Path) -> None:
