@@ -15,6 +15,7 @@ from moeserve.frontend.dialects import chat, completions, messages, ollama, resp
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX
 from moeserve.frontend.errors import ApiError, context_length_exceeded, invalid, longest_output, unavailable
+from moeserve.frontend.held import Hold
 from moeserve.frontend.keys import Identity, cache_namespace
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.prepare.messages import Kind, Prepared
@@ -181,7 +182,7 @@ def _rejection(services: Services, rejected: Rejected, generates: list[Generate]
             return invalid(rejected.reason[:500])
 
 
-def answer_of(services: Services, prepared: Prepared, answer_id: str) -> Answer:
+def answer_of(services: Services, prepared: Prepared, answer_id: str, hold: Hold) -> Answer:
     return Answer(
         prepared.request,
         prepared.prompts,
@@ -190,6 +191,7 @@ def answer_of(services: Services, prepared: Prepared, answer_id: str) -> Answer:
         prepared.prompt_texts,
         thoughts=services.thoughts,
         answer_id=answer_id,
+        hold=hold,
     )
 
 

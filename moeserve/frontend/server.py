@@ -37,9 +37,7 @@ _KEEP_ALIVE_TIMEOUT_S = 30
 def serve(services: Services, listener: socket.socket, beat_fd: int | None = None, wills_fd: int | None = None) -> None:
     """Answer on a bound socket until a signal ends the server. beat_fd: a pipe on which the event loop ticks. wills_fd:
     a socket to the supervisor, which takes last wills."""
-    load = None
-    if (file := services.run.load_file) is not None:
-        load = Load(file, services.number, services.run.config.num_frontends)
+    load = Load(services.run.load_file, services.number, services.run.config.num_frontends)
     ticker = None if beat_fd is None else Ticker(beat_fd, services.tick)
     wills = None if wills_fd is None else WillLink(wills_fd)
     FrontendServer(services, ticker, wills, load).run(sockets=[listener])
@@ -73,10 +71,8 @@ class Ticker:
 class FrontendServer(uvicorn.Server):
     """A uvicorn server that installs no signal handlers of its own."""
 
-    def __init__(
-        self, services: Services, ticker: Ticker | None, wills: WillLink | None, load: Load | None = None
-    ) -> None:
-        """wills: takes last wills. load: shared with the other HTTP processes of the service, if any."""
+    def __init__(self, services: Services, ticker: Ticker | None, wills: WillLink | None, load: Load) -> None:
+        """wills: takes last wills. load: shared with the other HTTP processes of the service."""
         most = allow_connections(services.run.config.max_connections)
         protocol = partial(BoundedHttpProtocol, places=Places(_CONNECTIONS_PER_REQUEST * most), wills=wills, load=load)
         super().__init__(
@@ -116,9 +112,8 @@ class FrontendServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and start to tick."""
-        shares = self._load is not None and bool(sockets)
-        await super().startup([] if shares else sockets)
-        if self._load is not None and sockets:
+        await super().startup([])
+        if sockets:
             self._accepting = EvenListener(sockets[0], self._load, self._create_protocol)
             self._show_load()
         if self._ticker is not None:
@@ -137,7 +132,6 @@ class FrontendServer(uvicorn.Server):
 
     def _show_load(self) -> None:
         """Publish now and then that this process is awake."""
-        assert self._load is not None
         self._load.publish()
         asyncio.get_running_loop().call_later(_TICK_S, self._show_load)
 

@@ -247,7 +247,7 @@ class Batches:
         generates = exchange.generates_of(
             services, prepared, facts, identity, answer_id=answer_id, seed=seed, terms=terms
         )
-        answer = exchange.answer_of(services, prepared, answer_id)
+        answer = exchange.answer_of(services, prepared, answer_id, hold)
         formatter = exchange.FORMATTERS[kind](
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
         )

@@ -18,6 +18,7 @@ from moeserve.frontend.dialects.responses import previous_id_of
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
 from moeserve.frontend.errors import ApiError, unavailable
 from moeserve.frontend.exchange import DeltaWriter
+from moeserve.frontend.held import Hold
 from moeserve.frontend.http import RESUMED, STREAM_HEADERS, Piece
 from moeserve.frontend.jobs.idempotency import gone
 from moeserve.frontend.jobs.runner import (
@@ -29,7 +30,6 @@ from moeserve.frontend.jobs.runner import (
     formatter_of,
     unpack_entries,
     unpack_failure,
-    unpack_prepared,
     unpack_record,
 )
 from moeserve.frontend.keys import Identity
@@ -191,12 +191,19 @@ class Jobs:
 class JobView:
     """One client's view of one job."""
 
-    def __init__(self, services: Services, jobs: Jobs, job: StoredJob) -> None:
-        self.record = unpack_record(job.record)
-        self.streams = unpack_prepared(self.record.prepared).request.stream
+    def __init__(self, services: Services, jobs: Jobs, job: StoredJob, hold: Hold) -> None:
+        """hold: counts what is held to show the job. Raise ApiError (503) where that is too much."""
+        hold.grow(len(job.record))
+        self._hold = hold
+        self._record, self._prepared = unpack_record(job.record)
         self._services = services
         self._jobs = jobs
-        self._job = job
+        self._job = replace(job, record=b"")  # it is long, and unpacked
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client that made it asked for events."""
+        return self._prepared.request.stream
 
     async def events(self, after: int = -1) -> AsyncGenerator[Piece]:
         """Yield the events behind that of number `after` as they come, up to the last one.
@@ -224,9 +231,9 @@ class JobView:
     async def response(self) -> KeptResponse:
         """Return the response as it stands now."""
         status = await self._jobs.status(self._job)
-        if status.state != "open" and (status.state == "done" or self.record.reader == self._jobs.reader):
+        if status.state != "open" and (status.state == "done" or self._record.reader == self._jobs.reader):
             return await self._jobs.response(self._job, partial(self._ended, status))
-        formatter = formatter_of(self._services, self.record, unpack_prepared(self.record.prepared))
+        formatter = formatter_of(self._services, self._record, self._prepared)
         shown = ("in_progress" if status.has_begun else "queued") if status.state == "open" else status.state
         return formatter.snapshot(shown, _failure(status))
 
@@ -245,12 +252,12 @@ class JobView:
         return formatter.snapshot(status.state, _failure(status))
 
     def _replay(self) -> Replay:
-        if self.record.reader != self._jobs.reader:
+        if self._record.reader != self._jobs.reader:
             message = (
                 "The service was started again with another model, or as another version: it cannot show this answer"
             )
             raise ApiError(409, message, code="cannot_show")
-        return Replay(self._services, self.record)
+        return Replay(self._services, self._record, self._prepared, self._hold)
 
 
 def _failure(status: Status) -> ApiError | None:
@@ -259,6 +266,8 @@ def _failure(status: Status) -> ApiError | None:
 
 def _events(entry: Entry, replay: Replay, writer: DeltaWriter) -> bytes:
     deltas = replay.take(entry)
+    for delta in deltas:
+        replay.answer.hold(delta)
     events = b"".join(writer.events(delta, replay.answer.usage) for delta in deltas)
     return RESUMED + events if entry is None else events
 

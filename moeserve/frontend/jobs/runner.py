@@ -27,6 +27,7 @@ from moeserve.frontend.dialects.internal import Delta
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.errors import ApiError, internal_error
 from moeserve.frontend.exchange import Progress, answer_of, completed, generates_of, submitted, tell_engine
+from moeserve.frontend.held import Hold
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.prepare.messages import Prepared, expect, pack_reply, unpack_reply
 from moeserve.frontend.relay.request_group import EngineGone, Past, RequestGroup
@@ -55,12 +56,10 @@ class JobRecord(msgspec.Struct, frozen=True, array_like=True):
     prepared: bytes
 
 
-def unpack_record(data: bytes) -> JobRecord:
-    return msgspec.msgpack.decode(data, type=JobRecord)
-
-
-def unpack_prepared(data: bytes) -> Prepared:
-    return expect(unpack_reply(data), Prepared)
+def unpack_record(data: bytes) -> tuple[JobRecord, Prepared]:
+    """Return a record, and what it has prepared, which the record itself then lacks."""
+    record = msgspec.msgpack.decode(data, type=JobRecord)
+    return msgspec.structs.replace(record, prepared=b""), expect(unpack_reply(record.prepared), Prepared)
 
 
 def pack_entries(entries: Sequence[Entry]) -> bytes:
@@ -171,10 +170,11 @@ def formatter_of(
 class Replay:
     """Takes the entries of one journal in their order."""
 
-    def __init__(self, services: Services, record: JobRecord) -> None:
+    def __init__(self, services: Services, record: JobRecord, prepared: Prepared, hold: Hold) -> None:
+        """hold: counts what is held for the answer."""
         self.record = record
-        self.prepared = unpack_prepared(record.prepared)
-        self.answer = answer_of(services, self.prepared, record.answer_id)
+        self.prepared = prepared
+        self.answer = answer_of(services, prepared, record.answer_id, hold)
         self._services = services
         self._ended_at = 0.0
 
@@ -318,7 +318,8 @@ class Runner:
         while True:
             try:
                 async with self._places[job.caller]:
-                    await self._attempt(job, terms)
+                    with self._services.held.hold(job.caller) as hold:
+                        await self._attempt(job, terms, hold)
                 return
             except JobEnded:
                 return
@@ -335,13 +336,15 @@ class Runner:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-    async def _attempt(self, job: OpenJob, terms: Terms | None) -> None:
+    async def _attempt(self, job: OpenJob, terms: Terms | None, hold: Hold) -> None:
         """Go on with a job to its end. Raise ApiError, JobEnded."""
         services = self._services
         stored = await self._store.read(job.caller, partial(jobs.find, job_id=job.job_id))
         if stored is None:
             raise JobEnded
-        record = unpack_record(stored.record)
+        hold.set(2 * len(stored.record))  # its prompt is held as it is, and as it is sent
+        record, prepared = unpack_record(stored.record)
+        del stored
         identity = self._identify(job.caller)
         if record.reader != self._reader:
             raise _OTHER_SERVICE
@@ -350,7 +353,7 @@ class Runner:
         if job.tries > limits.MAX_JOB_TRIES:
             raise _NO_PROGRESS
         facts = services.check_serving()
-        replay = Replay(services, record)
+        replay = Replay(services, record, prepared, hold)
         entries = [entry async for row in self.rows(job.job_id) for entry in unpack_entries(row)]
         past = replay.take_past(entries) if entries or terms is None else None
         request = replay.prepared.request

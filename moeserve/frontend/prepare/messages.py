@@ -104,9 +104,9 @@ class Prepared(msgspec.Struct, frozen=True, tag_field="reply"):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what can be long."""
+        """Bytes of memory of what can be long: prompts are held as they are, and as they are sent."""
         request = self.request
-        return len(request.repeated) + len(request.own_items) + sum(4 * len(prompt) for prompt in self.prompts)
+        return len(request.repeated) + len(request.own_items) + sum(8 * len(prompt) for prompt in self.prompts)
 
     relaxed: tuple[Relaxed, ...] = ()
 

@@ -14,6 +14,7 @@ from starlette.types import Scope
 
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage, by_tier
 from moeserve.frontend.errors import OVERLOADED, ApiError, internal_error, invalid
+from moeserve.frontend.held import Hold
 from moeserve.frontend.parsers.counting import Thoughts
 from moeserve.frontend.parsers.feed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser
@@ -56,6 +57,9 @@ _EXPLANATIONS = {
 }
 
 
+_TOKEN_BYTES, _ALTERNATIVE_BYTES = 256, 128  # of memory for log probabilities: of a token, of each alternative
+
+
 class Answer:
     """The state of an answer: turns outputs into deltas and counts tokens.
 
@@ -72,9 +76,10 @@ class Answer:
         prompt_texts: Sequence[PromptText] = (),
         thoughts: Thoughts | None = None,
         answer_id: str = "",
+        hold: Hold | None = None,
     ) -> None:
         """shape: how the model writes reasoning and calls. prompt_texts: of all prompts if the request shows them.
-        thoughts: of the model, to be counted. The ids of calls follow from `answer_id`."""
+        thoughts: of the model, to be counted. The ids of calls follow from `answer_id`. hold: counts what is kept."""
         self.finishes: list[tuple[int, int]] = []
         self.turns: list[int] = []
         self.num_open = request.num_choices
@@ -97,6 +102,7 @@ class Answer:
         ]
         self._texts = [self._output_text(request, choice, tokenizer, shape) for choice in range(request.num_choices)]
         self._kept: dict[int, Delta] = {}
+        self._hold = hold
 
     def _output_text(
         self, request: GenerateRequest, choice: int, tokenizer: TextTokenizer, shape: OutputShape
@@ -191,8 +197,17 @@ class Answer:
         self._usage.cache_report = reports[0] if len(self._prompts) == 1 else reports
 
     def keep(self, deltas: Iterable[Delta]) -> None:
+        """Add deltas to the whole answer. Raise as `hold`."""
         for delta in deltas:
+            self.hold(delta)
             self._kept.setdefault(delta.index, Delta(delta.index)).append(delta)
+
+    def hold(self, delta: Delta) -> None:
+        """Count the log probabilities of a delta, which stay in memory. Raise ApiError (503) where the key holds too
+        much."""
+        if self._hold is not None and (delta.tokens or delta.prompt):
+            tops = [token.logprobs.top for token in (*delta.tokens, *delta.prompt) if token.logprobs is not None]
+            self._hold.grow(_TOKEN_BYTES * len(tops) + _ALTERNATIVE_BYTES * sum(map(len, tops)))
 
     def choices(self) -> list[Delta]:
         """Return the whole choices that the client gets: of each prompt all, or the best by mean log probability.

@@ -33,7 +33,7 @@ from moeserve.frontend.exchange import (
     take,
     whole,
 )
-from moeserve.frontend.held import hold_of
+from moeserve.frontend.held import Hold, hold_of
 from moeserve.frontend.http import (
     LINE_HEADERS,
     STREAM_HEADERS,
@@ -140,20 +140,25 @@ class GenerateRoute:
             with ExitStack() as places:
                 held = places.enter_context(admission.hold(1, services.capacity, unread))
                 prepared = expect(await until_disconnect(receive, asking), Prepared)
-                hold_of(scope).set(prepared.num_bytes)
+                hold = hold_of(scope)
+                hold.set(prepared.num_bytes)
                 terms = self._change(scope, held, prepared.request)
                 work = partial(self._serve, scope, prepared, facts, terms)
                 if prepared.request.detached:
                     places.close()
                     job = await self._begin_job(scope, prepared, facts, terms, name)
-                    await self._show(scope, receive, self._warn(scope, send, prepared.request), job)
+                    send = self._warn(scope, send, prepared.request)
+                    del prepared, work
+                    hold.set(0)
+                    await self._show(scope, receive, send, job)
                 elif name is not None:
-                    hold_of(scope).set(0)
-                    places.enter_context(services.held.hold(caller)).set(prepared.num_bytes)
-                    answer = self._answers.begin(caller, name, work, places.pop_all())
+                    hold.set(0)
+                    hold = places.enter_context(services.held.hold(caller))
+                    hold.set(prepared.num_bytes)
+                    answer = self._answers.begin(caller, name, partial(work, hold), places.pop_all())
                     await give(answer, scope, receive, send, _PROCESS_ENDED, self._dialect.cut)
                 else:
-                    await until_disconnect(receive, work(send, will))
+                    await until_disconnect(receive, work(hold, send, will))
         finally:
             asking.close()
             will.revoke()
@@ -172,7 +177,7 @@ class GenerateRoute:
 
     async def _show(self, scope: Scope, receive: Receive, send: Send, job: StoredJob) -> None:
         """Answer with a job: its events, or its response as it stands."""
-        view = JobView(self._services, self._jobs, job)
+        view = JobView(self._services, self._jobs, job, hold_of(scope))
         if view.streams:
             await give_events(view, scope, receive, send)
         else:
@@ -207,9 +212,16 @@ class GenerateRoute:
         return with_headers(send, headers) if headers else send
 
     async def _serve(
-        self, scope: Scope, prepared: Prepared, facts: ModelFacts, terms: Terms, send: Send, will: Will = NO_WILL
+        self,
+        scope: Scope,
+        prepared: Prepared,
+        facts: ModelFacts,
+        terms: Terms,
+        hold: Hold,
+        send: Send,
+        will: Will = NO_WILL,
     ) -> bool:
-        """Answer a request; return whether the answer is whole."""
+        """Answer a request; return whether the answer is whole. hold: counts what is held for it."""
         services, state = self._services, scope["state"]
         request = prepared.request
         send = self._warn(scope, send, request)
@@ -225,7 +237,7 @@ class GenerateRoute:
             arrived_at=state["arrival"],
         )
         send = _tell_cut(send, request, generates)
-        answer = answer_of(services, prepared, answer_id)
+        answer = answer_of(services, prepared, answer_id, hold)
         progress = Progress(services.metrics, state["arrival"], len(generates))
         turns: Turns = services.long_answers if request.shows_prompts else nullcontext()
         formatter = FORMATTERS[self._dialect.kind](
@@ -381,7 +393,11 @@ class _Streaming:
             batch = await self.group.next(patience_s)
         except EngineGone as error:
             raise engine_unavailable(error) from error
-        return take(self.group, self.answer, batch, self.progress) if batch else None
+        deltas = take(self.group, self.answer, batch, self.progress) if batch else None
+        if self.keep is not None:
+            for delta in deltas or ():
+                self.answer.hold(delta)
+        return deltas
 
     async def _write(self, deltas: list[Delta] | None) -> None:
         """Write the events of some deltas, a comment for None."""

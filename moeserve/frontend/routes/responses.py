@@ -15,6 +15,7 @@ from moeserve.frontend.dialects.responses import Checked, conversation_not_found
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX
 from moeserve.frontend.errors import ApiError, invalid
+from moeserve.frontend.held import hold_of
 from moeserve.frontend.http import held_json, json_bytes
 from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import Jobs, JobView
@@ -98,7 +99,7 @@ class KeptResponseRoutes:
         if job is None:
             await self._find(request)
             raise invalid("Only a response that was made with `background` can be streamed again", "stream")
-        view = JobView(self._services, self._jobs, job)
+        view = JobView(self._services, self._jobs, job, hold_of(request.scope))
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             await give_events(view, scope, receive, send, after)
@@ -134,7 +135,7 @@ class KeptResponseRoutes:
             job = await self._background_job(request)
             if job is None:
                 raise _not_found(response_id)
-            return await JobView(self._services, self._jobs, job).response()
+            return await JobView(self._services, self._jobs, job, hold_of(request.scope)).response()
         if is_stale:
             await self._store.write(caller, lambda shelf: shelf.touch([response_id]))
         return kept
