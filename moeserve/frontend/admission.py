@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from math import inf
 
 from starlette.types import Scope
@@ -107,10 +107,14 @@ def most_choices(capacity: int) -> int:
 
 @dataclass(slots=True)
 class Held:
-    """The places of one request: of a tenant, in the background or not."""
+    """The places of one request: of a tenant, in the background or not.
+
+    came: when each of its choices came, and the tenant.
+    """
 
     key: tuple[str, bool] | None = None
     num_choices: int = 0
+    came: list[tuple[float, str]] = field(default_factory=list)
 
 
 class Admission:
@@ -159,6 +163,7 @@ class Admission:
             yield held
         finally:
             self._release(held)
+            self._forget(held)
             if self.in_flight == 0:
                 self.idle.set()
                 if self._num_frontends == 1:
@@ -180,7 +185,9 @@ class Admission:
         self.in_flight += num_choices
         self.idle.clear()
         if not terms.background:
-            self._new.extend([(self._clock(), terms.tenant)] * (num_choices - known))
+            came = [(self._clock(), terms.tenant)] * (num_choices - known)
+            self._new.extend(came)
+            held.came += came
 
     def _release(self, held: Held) -> None:
         if held.key is None:
@@ -190,6 +197,12 @@ class Admission:
         if not self._held[held.key]:
             del self._held[held.key], self._weights[held.key]
         held.key, held.num_choices = None, 0
+
+    def _forget(self, held: Held) -> None:
+        """Count a request that is gone no longer as one that waits before the next."""
+        for came in held.came:
+            with suppress(ValueError):
+                self._new.remove(came)
 
     def late(self, terms: Terms, wait_s: float | None = None) -> ApiError:
         """503 for a request that would wait too long, or did. wait_s: what the engine predicts, if it was asked."""
@@ -207,7 +220,7 @@ class Admission:
             return None
         newcomer = Terms("" if "" in load.tenants else "newcomer")
         wait_s = self._wait_s(newcomer)
-        return f"overloaded: requests would wait {wait_s:.0f} s" if wait_s > load.limit_s else None
+        return f"overloaded: requests would wait {wait_s:.0f} s" if wait_s > load.limit_of(newcomer.tenant) else None
 
     def _check_places(self, num_choices: int, capacity: int, terms: Terms, key: tuple[str, bool]) -> None:
         """Raise ApiError unless the tenant finds places: there are some, or it has less than its share of them.
@@ -235,7 +248,7 @@ class Admission:
     def _check_wait(self, terms: Terms) -> None:
         if self._load is None or terms.patient:
             return
-        limit_s = self._load.limit_s if terms.ttft_s is None else terms.ttft_s
+        limit_s = self._load.limit_of(terms.tenant) if terms.ttft_s is None else terms.ttft_s
         if self._wait_s(terms) > limit_s:
             self._rejections[OVERLOADED] += 1
             raise self.late(terms)

@@ -6,7 +6,6 @@ not wait. Pure: time is an argument, in seconds of a monotonic clock.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -14,6 +13,7 @@ from math import inf
 from moeserve.config import ServeConfig
 from moeserve.plan import FinishReason, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize, Stretch
+from moeserve.scheduling.departures import Departures
 from moeserve.scheduling.survival import Survival
 from moeserve.settings.quantities import parse_limits
 
@@ -33,18 +33,10 @@ _STEP_SHARE = 1 / 3
 # the streams' own tokens may take: where they take more, the step may be longer.
 _LONGEST_GAP_S = 0.25
 _GIVEN_UP_FOR_GAPS = 1 / 5
-# The largest share of the throughput that is traded for faster answers: for shorter steps, and while clients leave
-# before their answer is whole.
+# The largest share of the throughput that is given up for shorter steps.
 _MOST_GIVEN_UP = 1 / 2
-# The ratio between numbers of running requests that are compared.
-_NEXT_TRIED = 0.8
 # Most answers take at most this many times the average time.
 _SPREAD = 1.1
-# At the deadline this share of the clients that stay until the best age are still there.
-_STAYING = 0.9
-# The deadline grows by this share while as many requests end as run at once, to notice when clients have become more
-# patient.
-_DEADLINE_GROWTH = 0.1
 # The number of ends that are remembered, over the number of requests that may run at once.
 _REMEMBERED = 8
 
@@ -143,7 +135,8 @@ class Load:
 
     `limit_s`: the longest wait of a request whose prompt needs one step. A step takes `step_s` and has room for
     `step_tokens` tokens of prompts. `places` requests run at once (fewer than allowed where memory is full), one ends
-    every `place_s`. `request_tokens`: uncached prompt tokens of a typical request.
+    every `place_s`. `request_tokens`: uncached prompt tokens of a typical request. `spares`: the longest waits of
+    tenants whose clients leave before their answers are whole.
     """
 
     at: float
@@ -154,6 +147,11 @@ class Load:
     place_s: float
     request_tokens: int
     tenants: dict[str, Backlog] = field(default_factory=dict)
+    spares: dict[str, float] = field(default_factory=dict)
+
+    def limit_of(self, tenant: str) -> float:
+        """Return the longest wait, in seconds, of a tenant's request whose prompt needs one step."""
+        return min(self.limit_s, self.spares.get(tenant, inf))
 
     @property
     def request_s(self) -> float:
@@ -255,14 +253,8 @@ class Pace:
         self._request_tokens = _Average()
         num_remembered = _REMEMBERED * max_num_seqs
         self._output_tokens = Survival(1, 1.1, num_remembered)
-        # The seconds from a request's arrival until its client leaves.
-        self._departures = Survival(0.1, 1.05, num_remembered)
-        # The age by which answers are to be whole, before clients leave.
-        self._deadline_s = inf
-        self._num_new_ends = 0
-        self._places = max_num_seqs
-        # The seconds that a request may wait if its answer is to be whole by then.
-        self._spare_s = inf
+        least_wait_s = inf if slo is None else _LEAST_SHARE * slo.ttft_s
+        self._departures = Departures(least_wait_s, max_num_seqs, num_remembered)
 
     def set_time(self, now: float) -> None:
         """Set the time, which must not go back."""
@@ -287,8 +279,8 @@ class Pace:
             is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
             self._output_tokens.count(request.num_output_tokens, has_ended=is_whole)
         if self._slo is not None and not request.terms.patient:
-            self._departures.count(self.now - request.arrived_at, has_ended=reason is FinishReason.ABORT)
-            self._num_new_ends += 1
+            age_s = self.now - request.arrived_at
+            self._departures.count(request.terms.tenant, age_s, has_left=reason is FinishReason.ABORT)
 
     @property
     def step_s(self) -> float:
@@ -308,12 +300,9 @@ class Pace:
         )
 
     def num_places(self) -> int:
-        """Return the number of requests that may run at once: as many as the settings allow, unless clients leave.
-
-        The more requests run, the better each step is used and the longer each answer takes. An answer whose client
-        leaves is lost work, so fewer requests run at once if more answers are then whole in time.
-        """
-        return self._places
+        """Return the number of requests that may run at once: as many as the settings allow, unless all tenants'
+        clients leave (`Departures`)."""
+        return self._departures.places
 
     def record_waiting(self, telling: tuple[float, float] | None, *, is_awaited: bool) -> None:
         """Record the requests that still wait after a step.
@@ -324,11 +313,7 @@ class Pace:
         self._is_awaited = is_awaited
         if self._patience is not None:
             self._patience.observe(self.now, telling, self._full_step_s)
-        if self._num_new_ends and self._slo is not None:
-            grown_s = self._deadline_s * (1 + _DEADLINE_GROWTH * min(1, self._num_new_ends / self._places))
-            self._deadline_s = min(grown_s, self._best_deadline(self._slo))
-            self._num_new_ends = 0
-            self._keep_deadline(self._slo)
+        self._departures.update(self._throughput, self._answer_s)
 
     def is_bounded(self, request: Request) -> bool:
         """Return whether a request may be refused or dropped because of its wait."""
@@ -368,7 +353,7 @@ class Pace:
         prefill_s = self._prefill_s(request.num_uncached_tokens)
         if request.terms.ttft_s is not None or self._patience is None:
             return allowance(request.terms.ttft_s or inf, prefill_s)
-        return min(times * self._patience.limit(prefill_s), self._longest_for_whole_s)
+        return min(times * self._patience.limit(prefill_s), self._longest_for_whole_s(request))
 
     def _is_of_burst(self, request: Request) -> bool:
         """Return whether a request without terms of its own, and without a long prompt, waits in a burst."""
@@ -379,8 +364,8 @@ class Pace:
         """Return whether a waiting request's first token will be late, or its answer whole only after its client
         leaves."""
         ttft_s = request.terms.ttft_s or (self._slo.ttft_s if self._slo is not None else inf)
-        longest_s = min(allowance(ttft_s, self._prefill_s(request.num_uncached_tokens)), self._longest_for_whole_s)
-        return self.now - request.arrived_at > longest_s
+        allowed_s = allowance(ttft_s, self._prefill_s(request.num_uncached_tokens))
+        return self.now - request.arrived_at > min(allowed_s, self._longest_for_whole_s(request))
 
     def step_bound(self, decodes: Sequence[Request]) -> StepBound:
         """Return the bound of a step in which the requests `decodes` have a token each.
@@ -409,39 +394,14 @@ class Pace:
             place_s=(self._output_tokens.mean() + 1) * self._step_s / places,
             request_tokens=round(self._request_tokens.value),
             tenants=tenants,
+            spares=self._departures.spares(),
         )
 
     @property
     def _limit_of_one_step_s(self) -> float:
         """The longest wait, in seconds, for which frontends take in a request whose prompt needs one step."""
         step_s = self._full_step_s
-        return inf if self._patience is None else min(self._patience.limit(step_s, step_s), self._spare_s)
-
-    def _keep_deadline(self, slo: Slo) -> None:
-        """Set the number of running requests and the longest wait with which answers are whole by the deadline."""
-        self._places, self._spare_s = self._max_num_seqs, inf
-        if self._deadline_s == inf:
-            return
-        least_wait_s = _LEAST_SHARE * slo.ttft_s
-        places = range(1, self._max_num_seqs + 1)
-        least = (1 - _MOST_GIVEN_UP) * self._throughput(self._max_num_seqs)
-        in_time = bisect_right(places, self._deadline_s - least_wait_s / 2, key=self._answer_s)
-        self._places = max(in_time, 1 + bisect_left(places[:-1], least, key=self._throughput))
-        self._spare_s = max(least_wait_s, self._deadline_s - self._answer_s(self._places))
-
-    def _best_deadline(self, slo: Slo) -> float:
-        """Return the age by which answers should be whole for most to reach clients; inf unless clients leave."""
-        if not self._departures.any_ended:
-            return inf
-        num_running = self._max_num_seqs
-        most = self._throughput(num_running)
-        best, best_s = -1.0, inf
-        while num_running and (throughput := self._throughput(num_running)) >= (1 - _MOST_GIVEN_UP) * most:
-            age_s = self._answer_s(num_running) + _LEAST_SHARE * slo.ttft_s / 2
-            if (answered := throughput * self._departures.share(age_s)) > best:
-                best, best_s = answered, age_s
-            num_running = int(_NEXT_TRIED * num_running)
-        return max(best_s, self._departures.longest(_STAYING * self._departures.share(best_s)))
+        return inf if self._patience is None else self._patience.limit(step_s, step_s)
 
     def _throughput(self, num_running: int) -> float:
         """Return the rows per second of steps with `num_running` typical requests: as one ends, another begins."""
@@ -454,13 +414,12 @@ class Pace:
         rows = self._request_tokens.value + max(1.0, self._output_tokens.mean())
         return _SPREAD * num_running * rows / self._num_ranks / max(self._throughput(num_running), 1e-9)
 
-    @property
-    def _longest_for_whole_s(self) -> float:
-        """The longest wait, in seconds, of a request whose answer is to be whole by the deadline.
+    def _longest_for_whole_s(self, request: Request) -> float:
+        """Return the longest wait, in seconds, of a request whose answer is to be whole before its client leaves.
 
         It is a step longer than the wait allowed to new requests, since a prediction is not exact.
         """
-        return self._spare_s + self._full_step_s
+        return self._departures.spare_s(request.terms.tenant) + self._full_step_s
 
     def _prefill_s(self, num_tokens: int) -> float:
         """Return the least seconds of the steps that compute a prompt in a busy engine, where all steps are full."""

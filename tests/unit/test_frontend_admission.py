@@ -122,6 +122,17 @@ def test_nobody_waits_for_requests_that_have_all_left() -> None:
         assert taken.in_flight == 1
 
 
+def test_a_key_that_asks_one_thing_after_another_does_not_wait_for_what_it_has() -> None:
+    clock = Clock()
+    taken, _ = admission(clock)
+    with taken.hold(1, 64, B):
+        taken.on_load(load(limit_s=0.5, b=Backlog(1.0, 8, 60, 960, 16)))
+        for _ in range(20):
+            clock.now += 0.01
+            with taken.hold(1, 64, A):
+                pass
+
+
 def test_what_will_have_been_done_since_the_engine_told_its_load_is_not_waited_for() -> None:
     clock = Clock()
     taken, _ = admission(clock)

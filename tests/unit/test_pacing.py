@@ -256,7 +256,33 @@ def test_who_would_not_have_the_whole_answer_in_time_is_not_waited_for() -> None
     assert pace.is_late(request(arrived_at=2.5))
     assert 0.5 <= pace.limit(request()) < 1.0
     assert pace.limit(request(ttft_s=3.0)) > 2.0, "it has said how long it waits"
-    assert pace.load({}, lacks_memory=False).limit_s < 1.0
+    assert pace.load({}, lacks_memory=False).limit_of("") < 1.0
+
+
+def test_a_tenant_whose_clients_leave_takes_no_place_and_no_time_from_others() -> None:
+    pace = measured_pace(linear)
+    end(pace, 20, 3.5, FinishReason.ABORT)
+    assert pace.num_places() < 64
+    patient = request(tenant="patient")
+    assert pace.load({}, lacks_memory=False).limit_of("patient") > 1.0
+    patient.token_ids.append(1)
+    pace.count_end(patient, FinishReason.LENGTH)
+    pace.record_waiting(None, is_awaited=False)
+    assert pace.num_places() == 64
+    assert pace.limit(patient) > pace.limit(request())
+    assert pace.load({}, lacks_memory=False).limit_of("") < 1.0
+
+
+def test_a_tenant_that_asks_no_more_holds_no_places() -> None:
+    pace = measured_pace(linear)
+    patient = request(tenant="patient")
+    patient.token_ids.append(1)
+    pace.count_end(patient, FinishReason.LENGTH)
+    pace.record_waiting(None, is_awaited=False)
+    end(pace, 8 * 64, 3.5, FinishReason.ABORT)
+    assert pace.num_places() == 64
+    end(pace, 20, 3.5, FinishReason.ABORT)
+    assert pace.num_places() < 64
 
 
 def test_clients_who_have_become_patient_are_found_out() -> None:
