@@ -1,8 +1,9 @@
-"""`moeserve chat`: a conversation with a running server in the terminal."""
+"""`moeserve chat` and `moeserve run`: a conversation in the terminal, with a server that runs or one of its own."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,23 +13,50 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from launcher.own_service import ServiceNotStarted, own_service
 from launcher.server_client import ServerError, open_url, read_events, server_option
+from launcher.settings_options import serve_arguments, set_option
+from moeserve.config import ConfigError, load_config
 
 _COMMANDS = "/reset forgets the conversation, /exit ends."
+
+
+_system_option = click.option("--system", help="System prompt.")
+_length_option = click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
 
 
 @click.command()
 @server_option
 @click.option("--model", help="Model to ask for; the first one served when left out.")
-@click.option("--system", help="System prompt.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@_system_option
+@_length_option
 @click.option("--api-key", envvar="MOESERVE_API_KEY", help="Key of the server. [MOESERVE_API_KEY]")
 def chat(url: str, model: str | None, system: str | None, max_tokens: int | None, api_key: str | None) -> None:
     """Talk to a running server from the terminal."""
+    _talk(Conversation(url, model or first_model(url, api_key), api_key, system, max_tokens))
+
+
+@click.command()
+@click.argument("model", default="demo")
+@set_option
+@_system_option
+@_length_option
+def run(model: str, settings: dict[str, Any], system: str | None, max_tokens: int | None) -> None:
+    """Serve MODEL, the demo unless given, and talk to it; the service ends with the conversation."""
+    try:
+        config = load_config({"model": model, **settings}, os.environ)
+        key = config.api_key[0].rpartition(":")[2] if config.api_key else None
+        with own_service([model, *serve_arguments(settings, config)]) as url:
+            _talk(Conversation(url, first_model(url, key), key, system, max_tokens))
+    except (ConfigError, ServiceNotStarted) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _talk(conversation: Conversation) -> None:
+    """Hold a conversation until its end."""
     console = Console(highlight=False, soft_wrap=True)
-    conversation = Conversation(url, model or first_model(url, api_key), api_key, system, max_tokens)
     if sys.stdin.isatty():
-        console.print(f"[dim]{escape(conversation.model)} at {escape(url)}. {_COMMANDS}[/]")
+        console.print(f"[dim]{escape(conversation.model)} at {escape(conversation.url)}. {_COMMANDS}[/]")
     while (text := _read_line()) not in (None, "/exit"):
         if text == "/reset":
             conversation.reset()

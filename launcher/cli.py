@@ -48,8 +48,12 @@ class LazyGroup(click.Group):
     cls=LazyGroup,
     entries={
         "serve": ("launcher.serve:serve", "Serve a model over HTTP until stopped."),
+        "run": ("launcher.chat:run", "Serve a model and talk to it in the terminal."),
         "chat": ("launcher.chat:chat", "Talk to a running server from the terminal."),
         "launch": ("launcher.launch:launch", "Start a terminal agent (codex, claude, opencode, ...) over a server."),
+        "list": ("launcher.model_list:list_models", "List the fetched models, and whether they fit this machine."),
+        "ps": ("launcher.running:ps", "List the services that run."),
+        "stop": ("launcher.running:stop", "Stop a service that runs."),
         "top": ("launcher.top:top", "Watch a running server in the terminal."),
         "run-batch": ("launcher.run_batch:run_batch", "Answer a file of requests."),
         "bench": ("launcher.cli:bench", "Measure servers, and weights of fewer bits."),

@@ -38,7 +38,7 @@ _DEMO_NAME = "demo"
 @contextmanager
 def run_directory(environment: Mapping[str, str]) -> Iterator[Path]:
     """Create a directory with mode 0700, locked by this process and removed at its end. Raise LaunchError."""
-    base = _base(environment)
+    base = base_directory(environment)
     remove_stale(base)
     path, lock = _create(base)
     try:
@@ -71,26 +71,50 @@ def _janitor(directory: Path) -> Iterator[None]:
             janitor.kill()
 
 
+def run_directories(base: Path) -> Iterator[Path]:
+    """Yield this user's run directories in `base`."""
+    for path in base.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if not path.is_symlink() and path.stat().st_uid == os.getuid() and (path / "lock").exists():
+                yield path
+
+
+def is_alive(directory: Path) -> bool:
+    """Return whether the supervisor of a run directory lives."""
+    with _dead(directory) as is_dead:
+        return is_dead is False
+
+
 def remove_stale(base: Path) -> None:
     """Remove this user's run directories in `base` whose supervisors are dead."""
-    for path in base.glob(f"{_PREFIX}*"):
-        try:
-            if path.is_symlink() or path.stat().st_uid != os.getuid():
-                continue
-            lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:
-            # Not a run directory, or removed meanwhile.
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(lock)
+    for path in run_directories(base):
+        with _dead(path) as is_dead:
+            if is_dead:
+                shutil.rmtree(path, ignore_errors=True)
 
 
-def _base(environment: Mapping[str, str]) -> Path:
+@contextmanager
+def _dead(directory: Path) -> Iterator[bool | None]:
+    """Hold the lock of a dead supervisor's directory. Yield whether it is dead, None if there is no run directory."""
+    try:
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        # Not a run directory, or removed meanwhile.
+        yield None
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_dead = True
+    except BlockingIOError:
+        is_dead = False
+    try:
+        yield is_dead
+    finally:
+        os.close(lock)
+
+
+def base_directory(environment: Mapping[str, str]) -> Path:
+    """Return the folder of run directories. Raise LaunchError."""
     for candidate in (environment.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"):
         usable = os.path.isabs(candidate) and os.access(candidate, os.W_OK | os.X_OK)
         if usable and len(os.fsencode(candidate)) + len(f"/{_PREFIX}12345678") <= _LONGEST_PATH:

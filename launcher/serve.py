@@ -38,6 +38,7 @@ from launcher.preflight import (
 )
 from launcher.response_store import response_store
 from launcher.run_directory import make_context, run_directory
+from launcher.running import write_record
 from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import Listeners, Supervisor, handled_signals
 from moeserve.config import ConfigError, ServeConfig, load_config
@@ -106,6 +107,7 @@ def run_first_node(
             context = make_context(config, model_dir, directory, meets_in_store=meets_in_store)
             store = stack.enter_context(response_store(context, partial(say, errors, "Notice")))
             context = replace(context, response_store=store)
+            write_record(directory, url(address), context.served_model_names[0])
             listeners = _listeners(context, url(address), progress, errors)
             supervisor = Supervisor(context, listener, listeners, worker_module=worker_module)
             if config.nnodes > 1:
