@@ -15,6 +15,7 @@ from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
 from moeserve.engine.experts.settings import check_experts
 from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
+from moeserve.engine.ranks.settings import check_pipeline
 from moeserve.frontend.keys import load_keys as load_api_keys
 from moeserve.frontend.limits import connections_within
 from moeserve.frontend.routes.cache import load_public_prefixes
@@ -82,13 +83,14 @@ def check_settings(config: ServeConfig) -> None:
     if config.device != "cuda":
         refuse_gpu_settings(config, "--device cuda")
     check_experts(config)
+    check_pipeline(config)
     if not config.enable_prefix_caching and parse_kv_events(config.kv_events_config).is_on:
         raise ConfigError("--kv-events-config needs --enable-prefix-caching: events name cached blocks.")
     if not config.rebalance_interval:
         refuse_changed(config, ("rebalance_threshold",), "--rebalance-interval")
     if config.rebalance_interval and not config.record_experts:
         raise ConfigError("--rebalance-interval needs --record-experts: it goes by what tokens choose.")
-    if config.expert_parallel_size > 1 and config.engine_timeout < _SHORTEST_TIMEOUT_OF_RANKS:
+    if config.num_ranks > 1 and config.engine_timeout < _SHORTEST_TIMEOUT_OF_RANKS:
         raise ConfigError(
             f"--engine-timeout {config.engine_timeout:g} is too short to tell which of several ranks hangs: "
             f"use at least {_SHORTEST_TIMEOUT_OF_RANKS:g}."
@@ -102,9 +104,10 @@ def check_nodes(config: ServeConfig) -> None:
             if getattr(config, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is for several nodes: give --nnodes too.")
         return
-    if config.expert_parallel_size % config.nnodes:
+    if config.num_ranks % config.nnodes:
+        way = "expert" if config.pipeline_parallel_size == 1 else "pipeline"
         raise ConfigError(
-            f"--expert-parallel-size {config.expert_parallel_size} cannot be shared equally by {config.nnodes} nodes."
+            f"--{way}-parallel-size {config.num_ranks} cannot be shared equally by {config.nnodes} nodes."
         )
     if config.node_rank >= config.nnodes:
         raise ConfigError(f"--node-rank {config.node_rank}: {config.nnodes} nodes count from 0 to {config.nnodes - 1}.")

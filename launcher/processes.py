@@ -55,7 +55,7 @@ def child_environment(environment: Mapping[str, str], threads: int) -> dict[str,
 
 def default_threads(config: ServeConfig) -> int:
     """Return the threads of a rank that shares this machine's cores with the other ranks of its node."""
-    return max(1, usable_cores() // (config.expert_parallel_size // config.nnodes))
+    return max(1, usable_cores() // config.num_ranks_here)
 
 
 class Child:

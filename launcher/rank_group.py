@@ -142,7 +142,7 @@ def main() -> int:
             worker += ["--status-fd", str(arguments.status_fd)]
         else:
             os.set_inheritable(arguments.orders_fd, False)
-            lives = RankLives(context.config.expert_parallel_size // context.config.nnodes, arguments.orders_fd, report)
+            lives = RankLives(context.config.num_ranks_here, arguments.orders_fd, report)
             lives.start()
             worker += lives.arguments
         return _run([*_torchrun_options(context), "-m", "launcher.worker", *worker], report)
@@ -152,7 +152,7 @@ def _torchrun_options(context: RunContext) -> list[str]:
     config = context.config
     options = [
         f"--nnodes={config.nnodes}",
-        f"--nproc-per-node={config.expert_parallel_size // config.nnodes}",
+        f"--nproc-per-node={config.num_ranks_here}",
         "--max-restarts=0",
         # Torchrun would leave an empty directory of logs behind: the ranks write to this process's standard error.
         f"--log-dir={os.devnull}",

@@ -117,7 +117,7 @@ def run_first_node(
 
 def _run_other_node(config: ServeConfig, errors: Console) -> int:
     _exit_on_signals()
-    per_node = config.expert_parallel_size // config.nnodes
+    per_node = config.num_ranks_here
     first = config.node_rank * per_node
     who = f"Node {config.node_rank} of {config.nnodes}, ranks {first} to {first + per_node - 1}"
     with closing(ProgressDisplay(errors)) as progress:

@@ -151,7 +151,7 @@ class Supervisor:
     ) -> None:
         self._context, self._listener, self._tell = context, listener, listeners
         self._grace = grace or Grace()
-        of_size = WORKER_MODULE if context.config.expert_parallel_size == 1 else GROUP_MODULE
+        of_size = WORKER_MODULE if context.config.num_ranks == 1 else GROUP_MODULE
         self._worker_module, self._frontend_module = worker_module or of_size, frontend_module
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -303,7 +303,7 @@ class Supervisor:
     async def _await_hang(self, life: Life) -> None:
         context = self._context
         who, timeout = "The model process", context.config.engine_timeout
-        if context.config.expert_parallel_size > 1:
+        if context.config.num_ranks > 1:
             # The ranks themselves notice a hang of another rank in less time, so only a hang of rank 0 is left.
             who, timeout = "Rank 0", 0.7 * timeout
         why = await wait_for_hang(context.heartbeat_address, context.incarnation, timeout, self._on_heartbeat)

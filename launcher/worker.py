@@ -59,7 +59,7 @@ def main() -> int:
     with ExitStack() as pipes:
         report = reporter(pipes.enter_context(_open(folder, status, "w")))
         of_orders = None if orders is None else pipes.enter_context(_open(folder, orders, "r"))
-        name = f"Rank {rank}" if context.config.expert_parallel_size > 1 else _ALONE
+        name = f"Rank {rank}" if context.config.num_ranks > 1 else _ALONE
         return _served(lambda: _run(context, rank, of_orders, report, logs, name), report, name)
 
 

@@ -23,6 +23,7 @@ from moeserve.kv_transfer import parse_kv_transfer
 from moeserve.settings.drafts import parse_speculative
 from moeserve.settings.generation import parse_effort_budgets, parse_generation
 from moeserve.settings.kv_events import parse_kv_events
+from moeserve.settings.layers import parse_layers
 from moeserve.settings.models import read_model
 from moeserve.settings.quantities import parse_duration, parse_limits, parse_size
 
@@ -160,9 +161,18 @@ def _check_slo(text: str) -> None:
         raise ValueError("ttft is missing")
 
 
-_model, _nodes, _memory, _experts, _expert_memory, _http, _operation = (
+_model, _ranks, _nodes, _memory, _experts, _expert_memory, _http, _operation = (
     partial(setting, group=heading)
-    for heading in ("Model", "Several nodes", "Memory and scheduling", "Experts", "Expert memory", "HTTP", "Operation")
+    for heading in (
+        "Model",
+        "Several ranks",
+        "Several nodes",
+        "Memory and scheduling",
+        "Experts",
+        "Expert memory",
+        "HTTP",
+        "Operation",
+    )
 )
 
 # Variables that are no settings: of the caches, of kernels, and of the commands that talk to a server.
@@ -235,10 +245,19 @@ class ServeConfig:
         metavar="JSON",
     )
     seed: int = _model(0, "Base of the seeds drawn for requests that bring none.", minimum=0)
-    expert_parallel_size: int = _experts(
+    pipeline_parallel_size: int = _ranks(
+        1, "Ranks (processes) that share the layers: each holds some that follow each other.", minimum=1, maximum=64
+    )
+    layers_per_rank: str | None = _ranks(
+        None,
+        "Numbers of layers, as 20,28, on the ranks of a pipeline; by default the largest part is as small as possible.",
+        check=parse_layers,
+        metavar="N,N",
+    )
+    expert_parallel_size: int = _ranks(
         1, "Ranks (processes) that share the experts and the requests.", minimum=1, maximum=64
     )
-    bind_cores: bool = _experts(True, "Give each rank cores of its own, where the ranks fill the machine.")
+    bind_cores: bool = _ranks(True, "Give each rank cores of its own, where the ranks fill the machine.")
     dispatch: str = _experts(
         "auto",
         "How rows reach the experts of other ranks; auto measures all at start-up.",
@@ -512,6 +531,15 @@ class ServeConfig:
     )
     log_level: str = _operation("info", "Least severe log line printed.", choices=("debug", "info", "warning", "error"))
     log_format: str = _operation("auto", "Log lines for people or machines.", choices=("auto", "console", "json"))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.expert_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_ranks_here(self) -> int:
+        """The number of ranks of each node."""
+        return self.num_ranks // self.nnodes
 
 
 def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None) -> ServeConfig:

@@ -133,7 +133,7 @@ def _unsupported(config: ServeConfig) -> str | None:
 
 def too_few_gpus(config: ServeConfig, num_gpus: int) -> str | None:
     """Return why each rank of a node does not find a GPU of its own; None if it does."""
-    num_here = config.expert_parallel_size // config.nnodes
+    num_here = config.num_ranks_here
     if num_gpus >= num_here:
         return None
     return f"--device cuda: {num_here} ranks on a machine need a GPU each, and torch finds {num_gpus} here."

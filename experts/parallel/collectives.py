@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import deepspeed.comm as comm
@@ -33,6 +34,8 @@ _NCCL_SECONDS = 3600
 # host for good; a mark stands for up to twenty launches.
 _MARKS_AHEAD = 32
 _POLL_SECONDS = 20e-6
+# A rank before may compute for any time: whoever gave the ranks their work finds out which of them hangs.
+_SECONDS_TO_RECEIVE = 30 * 86400
 
 
 @dataclass(slots=True)
@@ -70,6 +73,8 @@ class Collectives:
         self.num_ranks = num_ranks
         self.traffic = Traffic.none(num_ranks)
         self.waits = DeviceWaits(self.device, 0.0)
+        # Kept until they have been taken: their memory must not be used for anything else before.
+        self._sent: deque[tuple[Any, Tensor]] = deque()
 
     def open(self, rendezvous: Path | Store | None, timeout: float, *, interface: str = "lo") -> None:
         """Meet the other ranks in a file on this machine, in a store, or in torchrun's store for None.
@@ -150,6 +155,18 @@ class Collectives:
         for part in of_ranks[1:]:
             total = total.add_(part)
         return total
+
+    def send(self, rows: Tensor, to_rank: int) -> None:
+        """Send `rows` to one rank, which calls `receive`. Return at once; nobody may write to the rows any more."""
+        with self._entered():
+            self._sent.append((comm.isend(rows, to_rank), rows))
+            while self._sent and self._sent[0][0].is_completed():
+                self._sent.popleft()[0].wait()
+
+    def receive(self, rows: Tensor, from_rank: int) -> None:
+        """Wait, for any time, for the rows that one rank sends next to this one, and write them into `rows`."""
+        with self._entered():
+            comm.irecv(rows, from_rank).wait(timedelta(seconds=_SECONDS_TO_RECEIVE))
 
     def agree_on_least(self, number: int) -> int:
         """Return the least of the ranks' numbers to all of them. Waits for the others."""

@@ -31,6 +31,7 @@ from moeserve.engine.experts.prefetch import find_fitted_gates, start_prefetchin
 from moeserve.engine.experts.resident_model import ResidentModel, experts_of, in_mib
 from moeserve.engine.memory_plan import ModelPlan, cpu_kv_dtype, no_experts, owned_experts, state_demand
 from moeserve.engine.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, StepProgress
+from moeserve.engine.ranks.pipe import Pipe
 from moeserve.engine.ranks.together import GroupSteps, ShapeChoice
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import StepDecoder
@@ -38,6 +39,7 @@ from moeserve.model.expert_store import stored_experts
 from moeserve.model.expert_weights import LayerExperts, Rereader
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.spec import NO_NUMBERS, CheckpointError, DecoderSpec, ModelSpec
+from moeserve.model.stages import stages_of
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
@@ -114,24 +116,26 @@ def load_rank(
     spec = plan.spec
     if config.threads:
         torch.set_num_threads(config.threads)
-    owned = None
-    if collectives is not None:
-        assert plan.placement is not None
+    owned = pipe = None
+    if collectives is not None and plan.placement is not None:
         owned = owned_experts(spec, plan.placement, collectives.rank)
+    elif collectives is not None:
+        assert isinstance(spec, DecoderSpec)
+        pipe = Pipe(collectives, stages_of(plan.layers)[collectives.rank], spec, plan.dtype)
     observers: list[AnyObserver] = []
-    body = _open_body(directory, plan, config, report, observers, owned, collectives, num_packers)
+    body = _open_body(directory, plan, config, report, observers, owned, collectives, num_packers, pipe)
     tap = None
     if spec.moe is not None and config.record_experts:
-        tap = RoutingTap(len(spec.moe_layers), spec.moe.num_experts)
+        tap = RoutingTap(len((spec if pipe is None else pipe.part).moe_layers), spec.moe.num_experts)
         observers.append(tap)
-    group = None if collectives is None else _make_group(config, plan, body, collectives)
+    group = None if collectives is None or pipe is not None else _make_group(config, plan, body, collectives)
     dispatch_of = body.resident.dispatch_of if body.resident is not None else None
     kept: KeptExperts | None = None
     native: dict[str, Any] = {}
     if isinstance(spec, DecoderSpec):
         if config.expert_store_dir is not None and config.expert_memory is None:
             kept = keep_experts(directory, spec, plan.dtype, plan.rounding, config, report)
-        native = {"rounding": plan.rounding, "forgets_files": plan.forgets_files}
+        native = {"rounding": plan.rounding, "forgets_files": plan.forgets_files, "border": pipe}
     layer_of = None if kept is None else kept.layer_of
     if layer_of is not None:
         native["packed_experts"] = layer_of
@@ -147,7 +151,7 @@ def load_rank(
         observers=observers,
         progress=_progress(plan, report),
     )
-    return LoadedRank(directory, plan, config, body, decoder, observers, tap, group, owned, kept)
+    return LoadedRank(directory, plan, config, body, decoder, observers, tap, collectives, group, owned, kept)
 
 
 def _load_decoder(directory: Path, spec: ModelSpec, **options: Any) -> StepDecoder:
@@ -168,6 +172,7 @@ def _open_body(
     owned: OwnedExperts | None,
     collectives: Collectives | None,
     num_packers: int | None,
+    pipe: Pipe | None,
 ) -> Body:
     if plan.device == "cpu":
         absence = native_kernels_absence()
@@ -184,7 +189,7 @@ def _open_body(
                 policy=config.expert_policy,
                 **resident.reads,
             )
-        return CpuBody(plan, config, resident, num_packers)
+        return CpuBody(plan, config, resident, num_packers, pipe)
     from moeserve.engine.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
     assert isinstance(plan.spec, DecoderSpec)
@@ -260,7 +265,10 @@ def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:
 
 
 class LoadedRank:
-    """A rank with its weights. All ranks call `start` together before the first step."""
+    """A rank with its weights. All ranks call `start` together before the first step.
+
+    progress: counts the work of the rank's steps. collectives, group: as in `Rank`.
+    """
 
     def __init__(
         self,
@@ -271,11 +279,14 @@ class LoadedRank:
         decoder: StepDecoder,
         observers: list[AnyObserver],
         tap: RoutingTap | None,
+        collectives: Collectives | None,
         group: Group | None,
         owned: OwnedExperts | None,
         kept: KeptExperts | None,
     ) -> None:
-        self.group = group
+        self.collectives, self.group = collectives, group
+        memory = None if body.resident is None else body.resident.memory
+        self.progress = StepProgress(native_kernels() if plan.device == "cpu" else None, memory)
         self._kept = kept
         self._directory, self._plan, self._config, self._body = directory, plan, config, body
         self._decoder, self._observers, self._tap = decoder, observers, tap
@@ -302,8 +313,7 @@ class LoadedRank:
             log.warning("sampling_defaults_left_out", values=list(defaults.left_out), file="generation_config.json")
         prefetcher = self._start_prefetching()
         memory = None if body.resident is None else body.resident.memory
-        progress = StepProgress(native_kernels() if plan.device == "cpu" else None, memory)
-        self._observers.append(progress)
+        self._observers.append(self.progress)
         if group is not None:
             group.experts.forget_counts()
             self._observers.append(SentCounter(group.experts.sent))
@@ -324,9 +334,10 @@ class LoadedRank:
             model,
             body.depth,
             prepared.release,
-            progress,
+            self.progress,
             memory,
             prefetcher,
+            self.collectives,
             group,
             self._migrator,
             choice,
@@ -348,8 +359,8 @@ class LoadedRank:
         """Leave the group without a start."""
         if self._body.resident is not None:
             self._body.resident.memory.close()
-        if self.group is not None:
-            self.group.collectives.close()
+        if self.collectives is not None:
+            self.collectives.close()
 
     def _make_migrator(self, group: Group, owned: OwnedExperts) -> ExpertMigrator[Any]:
         """Make the migrator. owned: the experts that this rank holds before the first migration."""

@@ -17,6 +17,7 @@ from moeserve.device import step_budget
 from moeserve.engine.experts.memory import CpuResidentModel
 from moeserve.engine.memory_plan import ModelPlan, cpu_kv_dtype
 from moeserve.engine.rank import Group, Prepared
+from moeserve.engine.ranks.pipe import Pipe
 from moeserve.engine.ranks.together import StepRows
 from moeserve.model.decoder import StepDecoder
 from moeserve.model.expert_weights import LayerExperts
@@ -37,14 +38,20 @@ class CpuBody:
     depth = 0
 
     def __init__(
-        self, plan: ModelPlan, config: ServeConfig, resident: CpuResidentModel | None, num_packers: int | None
+        self,
+        plan: ModelPlan,
+        config: ServeConfig,
+        resident: CpuResidentModel | None,
+        num_packers: int | None,
+        pipe: Pipe | None = None,
     ) -> None:
-        """num_packers: see `CpuOps`."""
+        """num_packers: see `CpuOps`. pipe: None where this rank has all layers."""
         rounding = plan.rounding
         self.ops: Ops = CpuOps(rounding.arithmetic, narrow_rows=rounding.narrow, num_packers=num_packers)
         self.resident = resident
         self._plan = plan
         self._config = config
+        self._pipe = pipe
 
     @property
     def _is_compiled(self) -> bool:
@@ -69,13 +76,15 @@ class CpuBody:
 
     def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
-        kv, layers = plan.kv, plan.spec.kv_layers
+        kv, pipe = plan.kv, self._pipe
+        part = plan.spec if pipe is None else pipe.part
         kv_dtype = cpu_kv_dtype(self._config, plan.spec, plan.dtype, plan.rounding)
-        pool = KVPool(layers, kv.num_blocks, block_size, kv_dtype, num_window_blocks=kv.num_window_blocks)
-        states = plan.spec.state_layers
+        pool = KVPool(part.kv_layers, kv.num_blocks, block_size, kv_dtype, num_window_blocks=kv.num_window_blocks)
+        states = part.state_layers
         state_pool = StatePool(states, kv.num_state_rows, plan.dtype) if states else None
         num_drafts = parse_speculative(self._config.speculative_config).num_predicted_tokens
-        runner = ModelRunner(decoder, pool, tap, state_pool, num_drafts)
+        samples = pipe is None or pipe.stage.is_last
+        runner = ModelRunner(decoder, pool, tap, state_pool, num_drafts, samples=samples)
 
         def begin_step(num_rows: int) -> None:
             if group is not None:
@@ -84,8 +93,10 @@ class CpuBody:
         # Each further token would load experts.
         only_size = 1 if self.resident is not None and self._is_compiled and group is None else None
         measured = runner.warm_up(step_budget(self._config), begin_step, only_size)
-        kv_bytes = kv_pool_bytes(layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype)
-        row_bytes = state_row_bytes(states, plan.dtype)
+        if pipe is not None:
+            measured = pipe.whole_steps(measured)
+        kv_bytes = kv_pool_bytes(plan.spec.kv_layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype)
+        row_bytes = state_row_bytes(plan.spec.state_layers, plan.dtype)
         weights_bytes = plan.weights_bytes
         return Prepared(runner, kv, kv_bytes, weights_bytes, _release_nothing, row_bytes, pool, state_pool, measured)
 

@@ -71,9 +71,8 @@ def gpu_expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig)
     """
     if config.expert_memory is None:
         return None
-    num_here = config.expert_parallel_size // config.nnodes
     # With rebalancing any rank may get any expert, so all are read from disk.
-    host_bytes = 0 if config.rebalance_interval else int(_SHARE_FOR_EXPERTS * available_bytes() / num_here)
+    host_bytes = 0 if config.rebalance_interval else int(_SHARE_FOR_EXPERTS * available_bytes() / config.num_ranks_here)
     return GpuExpertSettings(
         config.expert_memory,
         host_bytes,

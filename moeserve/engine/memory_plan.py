@@ -17,6 +17,7 @@ from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import KvBudget, StateDemand, available_bytes, choose_device, cuda_absence, plan_kv, step_budget
 from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.engine.experts.settings import plan_placement, read_statistics
+from moeserve.engine.ranks.settings import layers_of_ranks
 from moeserve.model.checkpoint import OwnedExperts, find_mtp, plan_weights, read_index
 from moeserve.model.demo import demo_named
 from moeserve.model.expert_store import layouts_of, native_layouts
@@ -26,6 +27,7 @@ from moeserve.model.files import is_gguf_folder
 from moeserve.model.kv_pool import kv_block_bytes, window_demand
 from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding, format_in_file, shown_format
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
+from moeserve.model.stages import Stage, stages_of
 from moeserve.model.state_pool import state_row_bytes
 from moeserve.model.stored import TensorInfo
 from moeserve.settings.drafts import parse_speculative
@@ -40,7 +42,8 @@ class ModelPlan:
     """A model to be loaded, which computes in `dtype` on a device, `cpu` or `cuda`.
 
     kv: the KV memory of each rank. weights_bytes: of all ranks together. On a GPU both are 0 here and known when all
-    ranks have loaded. placement: the ranks that hold each expert, None where one rank holds all. residency: the slots
+    ranks have loaded. placement: the ranks that hold each expert, None where ranks do not share the experts. layers:
+    the number of layers on each rank, empty where every rank has all layers. residency: the slots
     of experts in memory, None where all experts are in memory; a GPU decides that when it loads. forgets_files: pages
     of the checkpoint leave memory behind the reader, because there is no room for them beside the weights.
     """
@@ -54,6 +57,7 @@ class ModelPlan:
     device: str = "cpu"
     rounding: Rounding = NO_ROUNDING
     forgets_files: bool = False
+    layers: tuple[int, ...] = ()
 
 
 def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
@@ -149,6 +153,11 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         read_statistics(directory, config)
     if isinstance(spec, DecoderSpec):
         return plan_on_cpu(spec, dtype, read_index(directory), config, available_bytes(), placement)
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size {config.pipeline_parallel_size}: layers of a {spec.model_type} model, which "
+            "transformers' code computes, are not shared by ranks so far."
+        )
     if not Rounding.named(config.quantization, config.expert_quantization, config.arithmetic).is_none:
         raise ConfigError("--quantization and --expert-quantization are for models on our own code so far.")
     from moeserve.model.hf.expert_weights import TransformersExperts, map_model
@@ -177,12 +186,37 @@ def plan_on_cpu(
     def layouts() -> LayerPackings[ExpertLayout]:
         return native_layouts(index, spec, dtype, rounding)
 
+    if config.pipeline_parallel_size > 1:
+        return _plan_pipeline(spec, dtype, index, config, free_bytes, rounding)
     residency = plan_residency(layouts, spec, dtype, config, placement, rounding)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
     num_bytes = weights_bytes(spec, dtype, index, owned_by, rounding)
     plan = share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency, rounding)
     stored_bytes = sum(info.num_bytes for info in index.values())
     return replace(plan, forgets_files=plan.weights_bytes + stored_bytes > free_bytes)
+
+
+def _plan_pipeline(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    index: Mapping[str, TensorInfo],
+    config: ServeConfig,
+    free_bytes: int,
+    rounding: Rounding,
+) -> ModelPlan:
+    """Split the layers over ranks, and divide the memory of this machine, the first node, between the stages on it."""
+    sizes = stage_bytes(spec, dtype, index, stages_of([1] * spec.num_layers), rounding)
+    # The first size has the embedding, the last one the output projection.
+    layers = layers_of_ranks(config, sizes)
+    here, whole = (Stage(0, end, spec.num_layers) for end in (sum(layers[: config.num_ranks_here]), spec.num_layers))
+    num_bytes, of_all = stage_bytes(spec, dtype, index, [here, whole], rounding)
+    of_node = config
+    if config.kv_cache_memory is not None:
+        of_node = replace(config, kv_cache_memory=config.kv_cache_memory * config.num_ranks_here)
+    plan = share_memory(spec.of_layers(here), dtype, num_bytes, of_node, free_bytes, rounding=rounding)
+    stored_bytes = sum(info.num_bytes for info in index.values())
+    forgets_files = num_bytes + stored_bytes > free_bytes
+    return replace(plan, spec=spec, weights_bytes=of_all, layers=layers, forgets_files=forgets_files)
 
 
 def share_memory(
@@ -308,14 +342,19 @@ def state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> St
 
 @on_one_thread()
 def plan_from_rank_0(
-    directory: Path, config: ServeConfig, placement: Placement, kv: KvBudget, num_slots: tuple[int, ...] | None
+    directory: Path,
+    config: ServeConfig,
+    placement: Placement | None,
+    kv: KvBudget,
+    num_slots: tuple[int, ...] | None,
+    layers: tuple[int, ...] = (),
 ) -> ModelPlan:
     """Return rank 0's plan for another rank's own copy of the model. num_slots: see `residency_with`."""
     device = choose_device(config, cuda_absence)
     spec, dtype = read_any_spec(directory, config, device)
     rounding = rounding_of(config, spec, read_index(directory)) if isinstance(spec, DecoderSpec) else NO_ROUNDING
     residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype, rounding)
-    return ModelPlan(spec, dtype, kv, 0, placement, residency, device, rounding)
+    return ModelPlan(spec, dtype, kv, 0, placement, residency, device, rounding, layers=layers)
 
 
 def owned_experts(spec: ModelSpec, placement: Placement, rank: int) -> OwnedExperts:
@@ -341,7 +380,7 @@ def weights_bytes(
     owned_by: for each rank the experts that it loads, None for all.
     """
     narrow = keeps_narrow(dtype)
-    packed = spec.moe is not None and (rounding.experts is not None or rounding.keeps_stored or rounding.narrow)
+    packed = _packs_experts(spec, rounding)
     layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
     total = 0
     for owned in owned_by:
@@ -356,6 +395,33 @@ def weights_bytes(
             assert spec.moe is not None
             total += layout.num_bytes * (spec.moe.num_experts if owned is None else len(owned(layer)))
     return total
+
+
+def stage_bytes(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    index: Mapping[str, TensorInfo],
+    stages: Sequence[Stage],
+    rounding: Rounding = NO_ROUNDING,
+) -> list[int]:
+    """Return, by stage, the bytes of the weights that a rank with this stage keeps in memory on a CPU."""
+    packed = _packs_experts(spec, rounding)
+    layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
+    whole = plan_weights(spec, index, no_experts if packed else None)
+    sizes = []
+    for stage in stages:
+        plan = whole.of_stage(stage, spec)
+        num_bytes = plan.loaded_num_bytes(dtype.itemsize, narrow=keeps_narrow(dtype), quantised=rounding.num_bytes)
+        for layer, layout in zip(spec.moe_layers, layouts, strict=False):
+            if spec.moe is not None and stage.first <= layer < stage.end:
+                num_bytes += layout.num_bytes * spec.moe.num_experts
+        sizes.append(num_bytes)
+    return sizes
+
+
+def _packs_experts(spec: DecoderSpec, rounding: Rounding) -> bool:
+    """Return whether the experts in memory have other bytes than in the checkpoint or at the width of the dtype."""
+    return spec.moe is not None and (rounding.experts is not None or rounding.keeps_stored or rounding.narrow)
 
 
 def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, TensorInfo]) -> Rounding:

@@ -104,7 +104,8 @@ class _ObservedStep:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The facts about a loaded model that the engine needs. weights_bytes: of all ranks. kv_bytes: of this rank.
+    """The facts about a loaded model that the engine needs. weights_bytes: of all ranks. kv_bytes: of the blocks of one
+    scheduler, on this rank or, where ranks share layers, on all.
     state_row_bytes: of one recurrent state, 0 without recurrent layers. arithmetic: see `EngineReady`."""
 
     spec: ModelSpec
@@ -155,7 +156,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A rank's connection to other ranks. collectives: carry rows. experts: dispatch. steps: begin each step."""
+    """A rank's connection to ranks that share the experts with it. collectives: carry rows. experts: dispatch. steps:
+    begin each step."""
 
     collectives: Collectives
     experts: ExpertParallel[Any]
@@ -167,9 +169,9 @@ class Rank:
     """A rank ready for its first step.
 
     depth: see `Steps`. progress: of this rank, in steps too. memory: the expert memory, None if all
-    experts stay in memory. prefetcher: None if no experts are loaded ahead. group, migrator, dispatch: None on a
-    single rank. kv_pool, state_pool, warm_up: see `Prepared`. expert_file: its writer, None where none is written
-    beside the steps of a model with all experts in memory.
+    experts stay in memory. prefetcher: None if no experts are loaded ahead. collectives: None on a single rank. group,
+    migrator, dispatch: None unless ranks share the experts. kv_pool, state_pool, warm_up: see `Prepared`. expert_file:
+    its writer, None where none is written beside the steps of a model with all experts in memory.
     """
 
     runner: ObservedRunner
@@ -179,6 +181,7 @@ class Rank:
     progress: StepProgress
     memory: ExpertMemory | None = None
     prefetcher: PrefetchObserver | None = None
+    collectives: Collectives | None = None
     group: Group | None = None
     migrator: ExpertMigrator[Any] | None = None
     dispatch: ShapeChoice | None = None
@@ -212,5 +215,5 @@ class Rank:
         if self.memory is not None:
             self.memory.close()
         self.release()
-        if self.group is not None:
-            self.group.collectives.close()
+        if self.collectives is not None:
+            self.collectives.close()

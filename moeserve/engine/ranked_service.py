@@ -36,6 +36,7 @@ from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.meeting import Meeting, machine_id, meet_as_first, meet_first
 from moeserve.engine.ranks.messages import Dismissed, Joined, Loaded, RankError, Setup, Start, Started
+from moeserve.engine.ranks.pipeline import PipelineExecutor, StageSteps
 from moeserve.engine.ranks.steps import RankedExecutor, RankSteps
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, dismiss_strangers, find_fault, introduction
 from moeserve.engine.service import LoadedPart, expert_faults_in_words, load_part, serve
@@ -144,7 +145,7 @@ def _load_other(
 def _load_part(context: RunContext, number: int, plan: ModelPlan, report: Report, to_copy: bool) -> LoadedPart:
     """Load a rank's part of the model. Raise ModelError or ConfigError."""
     device = current_gpu() if plan.device == "cuda" else torch.device("cpu")
-    collectives = Collectives(number, context.config.expert_parallel_size, device=device)
+    collectives = Collectives(number, context.config.num_ranks, device=device)
     return load_part(context, number, plan, report, to_copy=to_copy, collectives=collectives)
 
 
@@ -164,7 +165,8 @@ def _serve_first(
         hub.gather(Started, within=float("inf"), patience=_patience(context.config))
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        _serve_with_others(context, rank, hub, recording, report, stop)
+        serve_all = _serve_stages if rank.group is None else _serve_with_others
+        serve_all(context, rank, hub, recording, report, stop)
         rank.close()
     except CollectiveError as error:
         hub.check_for(0.5)
@@ -183,8 +185,8 @@ def _start_first(meeting: Meeting, hub: RankHub, member: LoadedPart) -> Rank:
 
 
 def _collectives(member: LoadedPart) -> Collectives:
-    assert member.rank.group is not None
-    return member.rank.group.collectives
+    assert member.rank.collectives is not None
+    return member.rank.collectives
 
 
 def _start(meeting: Meeting, member: LoadedPart) -> Rank:
@@ -202,14 +204,14 @@ def _patience(config: ServeConfig) -> float:
 
 
 def _setup_of(plan: ModelPlan, context: RunContext) -> Setup:
-    assert plan.placement is not None
     return Setup(
         # Other ranks serve no clients and need no API keys.
         msgspec.json.encode(replace(context.config, api_key=())),
         os.getpid(),
         plan.kv,
-        plan.placement.ranks,
+        None if plan.placement is None else plan.placement.ranks,
         None if plan.residency is None else plan.residency.slots.num_slots,
+        plan.layers,
     )
 
 
@@ -221,7 +223,7 @@ def _serve_with_others(
     report: Report,
     stop: threading.Event,
 ) -> None:
-    """Serve with the engine, observing the steps of all ranks."""
+    """Serve with the engine over ranks that share the experts, observing the steps of all of them."""
     config, group, migrator = context.config, rank.group, rank.migrator
     assert group is not None
     assert migrator is not None
@@ -257,6 +259,22 @@ def _serve_with_others(
     executor.close()
 
 
+def _serve_stages(
+    context: RunContext,
+    rank: Rank,
+    hub: RankHub,
+    recording: RecordingPlan | None,
+    report: Report,
+    stop: threading.Event,
+) -> None:
+    """Serve with the engine over ranks that share the layers."""
+    executor = PipelineExecutor(rank.runner, hub, timeout=collective_timeout(context.config))
+    recorded = None if recording is None else ExpertRecording(recording)
+    suspects, signs = open_suspects(context), executor.signs_of_work
+    serve(context, rank, executor, suspects, report, stop, recorded, ExpertSources(), others_progress=signs)
+    executor.close()
+
+
 def _follow_first(
     context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedPart, report: Report
 ) -> None:
@@ -264,9 +282,9 @@ def _follow_first(
     meeting, number = meet_first(context), member.number
     report(Met(meeting.incarnation))
     link = RankLink(sockets, meeting, number)
-    beats = BeatThread(
-        sockets, meeting, number, lambda: _collectives(member).traffic.num_entered, lambda: member.rank.memory_stats()
-    )
+    group = member.rank.group
+    num_done = member.rank.progress.count if group is None else lambda: group.collectives.traffic.num_entered
+    beats = BeatThread(sockets, meeting, number, num_done, member.rank.memory_stats)
     beats.busy.set()
     beats.start()
     try:
@@ -284,10 +302,12 @@ def _follow_first(
         started = _start(meeting, member)
         link.send(Started(number))
         report(Computing())
-        assert started.migrator is not None
-        copies = MemberCopies(number, lambda *folder: disk_copier(started, files_for(started, *folder)), link.send)
-        RankSteps(number, link, started.runner, started.begin_step, started.migrator, beats, copies).run()
-        copies.close()
+        if started.migrator is None:
+            StageSteps(number, link, started.runner, beats).run()
+        else:
+            copies = MemberCopies(number, lambda *folder: disk_copier(started, files_for(started, *folder)), link.send)
+            RankSteps(number, link, started.runner, started.begin_step, started.migrator, beats, copies).run()
+            copies.close()
         started.close()
     except CollectiveError as error:
         raise RankError(f"Rank {number} cannot reach the others: {error}.") from error
@@ -303,8 +323,9 @@ def _check_device(rank: int, own: str, first: str) -> None:
 
 
 def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
-    placement = Placement(context.config.expert_parallel_size, setup.placement)
-    return plan_from_rank_0(Path(context.model_dir), context.config, placement, setup.kv, setup.expert_slots)
+    config = context.config
+    placement = None if setup.placement is None else Placement(config.expert_parallel_size, setup.placement)
+    return plan_from_rank_0(Path(context.model_dir), config, placement, setup.kv, setup.expert_slots, setup.layers)
 
 
 def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:
@@ -343,7 +364,7 @@ def bind_to_cores(place: int, num_ranks: int, threads: int) -> list[int]:
 
 def _bind_rank(config: ServeConfig, rank: int) -> None:
     if config.bind_cores:
-        num_here = config.expert_parallel_size // config.nnodes
+        num_here = config.num_ranks_here
         cores = bind_to_cores(rank % num_here, num_here, config.threads or torch.get_num_threads())
         log.info("rank_keeps_to_cores", rank=rank, cores=cores)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -160,8 +160,10 @@ def serve(
     sources: ExpertSources,
     observers: Sequence[RanksObserver] = (),
     copies: RankCopies | None = None,
+    others_progress: Callable[[], int] = lambda: 0,
 ) -> None:
     """Run the engine over an executor until `stop` is set. rank: of this process. copies: of several ranks' KV.
+    others_progress: counts the work of other ranks for which this one waits in its steps.
 
     recording: receives the routing in the results, after the other `observers`. It is saved at the end. sources: for
     metrics and commands of the experts.
@@ -203,7 +205,10 @@ def serve(
         commands = CacheCommands(caches, tier, block_bytes, in_host)
         if events is not None:
             parts.append(events)
-        progress = rank.progress.count
+
+        def progress() -> int:
+            return rank.progress.count() + others_progress()
+
         engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, parts, commands)
         if recording is not None:
             ends.callback(_save, recording)

@@ -16,6 +16,7 @@ from moeserve.model.files import is_gguf_folder
 from moeserve.model.packed.config import quantization_in
 from moeserve.model.packed.parts import joined_matrices
 from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, DeltaNetSpec, MlaSpec, MoeSpec, MtpSpec
+from moeserve.model.stages import Stage
 from moeserve.model.stored import TensorInfo, is_in_blocks, read_headers
 
 
@@ -102,6 +103,21 @@ class WeightPlan:
     layers: tuple[LayerPlan, ...]
     num_bytes: int
     mtp: LayerPlan | None = None
+
+    def of_stage(self, stage: Stage, spec: DecoderSpec) -> WeightPlan:
+        """Return the tensors of a stage of the model `spec`, without an MTP layer.
+
+        Behind the layers of a stage that is not the last comes the first norm of the next one.
+        """
+        layers = self.layers[stage.first : stage.end]
+        outer = {"embedding": self.outer["embedding"]} if stage.is_first else {}
+        if stage.is_last:
+            outer |= {key: tensor for key, tensor in self.outer.items() if key != "embedding"}
+        else:
+            following = self.layers[stage.end].tensors
+            keys = ("input_norm", "input_norm.bias")
+            outer |= {key.removeprefix("input_"): following[key] for key in keys if key in following}
+        return WeightPlan(outer, layers, _bytes_to_read(outer.values(), layers, spec))
 
     def loaded_num_bytes(self, item_size: int, *, narrow: bool, quantised: QuantisedBytes | None = None) -> int:
         """Return the bytes of the loaded weights at ``item_size`` bytes per number.

@@ -25,6 +25,7 @@ from moeserve.model.delta_net import GatedDeltaNet
 from moeserve.model.rope import Frequencies, rope_frequencies, rope_switch
 from moeserve.model.rounding import look_up
 from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, ModelSpec, RopeSpec
+from moeserve.model.stages import Stage
 from moeserve.model.state_pool import StatePool, pools_by_layer
 
 # Rows of a step that is computed in one call. In longer steps others read which layers are done, for example to send
@@ -330,28 +331,44 @@ class MtpLayer:
         return normed, normed if self._returns_normed else residual
 
 
+class Border(Protocol):
+    """The way of the residual stream into the layers of a stage, and out of them."""
+
+    @property
+    def stage(self) -> Stage: ...
+
+    def take(self, num_rows: int) -> Tensor:
+        """Wait for the rows [num_rows, hidden] that the stage before has computed, and return them."""
+
+    def give(self, rows: Tensor) -> None:
+        """Send rows to the next stage. They are not written to any more."""
+
+
 class Decoder:
-    """A loaded model. It holds weights and tables only; the data of requests comes with each call.
+    """A loaded model, or a stage of one. It holds weights and tables; the data of requests comes with each call.
 
     embedding: [vocab, hidden], possibly of a lower precision than ``dtype``, the dtype of all computation. observers:
     called for each layer; a replayed graph calls none. mtp: the layer that drafts tokens, None where it is not used.
+    border: None for a whole model. embedding and lm_head are None where other stages have them.
     """
 
     def __init__(
         self,
         spec: DecoderSpec,
         ops: Ops,
-        embedding: Matrix,
+        embedding: Matrix | None,
         layers: Sequence[DecoderLayer],
         norm: NormWeights,
-        lm_head: Linear,
+        lm_head: Linear | None,
         *,
         max_model_len: int,
         dtype: torch.dtype,
         observers: Sequence[AnyObserver] = (),
         mtp: MtpLayer | None = None,
+        border: Border | None = None,
     ) -> None:
         self.spec = spec
+        self._border = border
         self.mtp = mtp
         self.dtype = dtype
         self.device = ops.device
@@ -387,6 +404,7 @@ class Decoder:
 
     def logits(self, states: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab]."""
+        assert self._lm_head is not None, "another stage has the output projection"
         logits = self._lm_head(states)
         return logits if self.spec.logit_divisor == 1.0 else logits.div_(self.spec.logit_divisor)
 
@@ -398,9 +416,26 @@ class Decoder:
         feed-forward block runs only on the rows that need logits. On a GPU the call waits for nothing and allocates
         only memory that the caching allocator holds, so that a graph can record it; rows with slot -1 come out as
         noise.
+
+        A stage takes the residual stream from the one before it, and gives it to the next one; only the last stage
+        returns states that mean something.
+        """
+        border = self._border
+        if border is None or border.stage.is_first:
+            residual = self._embed(batch.token_ids)
+        else:
+            residual = border.take(len(batch.token_ids))
+        states = self._pass_layers(residual, batch, kv_pools)
+        if border is not None and not border.stage.is_last:
+            border.give(residual)
+        return states
+
+    def _pass_layers(self, residual: Tensor, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
+        """Compute all layers over the residual stream [T, hidden] and return the states after the norm behind them.
+
+        The stream is overwritten: where all rows need logits, it is the one behind the last layer.
         """
         spec, ops, rows, num_valid = self.spec, self.ops, batch.logit_rows, batch.num_valid
-        residual = self._embed(batch.token_ids)
         step = windowed = StepInputs(*self._rope(batch.positions), batch.attention, batch.states)
         if batch.window_attention is not None:
             windowed = StepInputs(step.cos, step.sin, batch.window_attention, batch.states)
@@ -432,13 +467,8 @@ class Decoder:
                 observer.passed()
         return normed
 
-    def _one_call(self, num_rows: int) -> NativeLayers | None:
-        """Return the layers as one call; None where there is none or others have to observe what is between layers."""
-        if num_rows > _ROWS_OF_ONE_CALL or any(map(observes_states, self._observers)):
-            return None
-        return self._native
-
     def _embed(self, token_ids: Tensor) -> Tensor:
+        assert self._embedding is not None, "another stage has the embedding"
         embedded = look_up(self._embedding, token_ids).to(self.dtype)
         return embedded if self.spec.embedding_multiplier == 1.0 else embedded.mul_(self.spec.embedding_multiplier)
 

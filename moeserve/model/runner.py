@@ -32,10 +32,14 @@ class ModelRunner:
         tap: RoutingTap | None = None,
         state_pool: StatePool | None = None,
         num_drafts: int = 0,
+        *,
+        samples: bool = True,
     ) -> None:
         """tap: observes the decoder's gates; results carry its observations. state_pool: None for a model without
-        recurrent layers. num_drafts: the tokens that the decoder's MTP layer drafts for a request, 0 without one."""
+        recurrent layers. num_drafts: the tokens that the decoder's MTP layer drafts for a request, 0 without one.
+        samples: False for a stage that is not the last; its results have no chunks."""
         self._decoder = decoder
+        self._samples = samples
         self._kv_pool = kv_pool
         self._state_pool = state_pool
         self._pools = decoder.arrange_pools(kv_pool.layers, state_pool)
@@ -60,6 +64,9 @@ class ModelRunner:
             self._kv_pool.copy_blocks(plan.copied_blocks, plan.copied_windows)
         if not plan.chunks:
             self._decoder.serve_others()
+            return []
+        if not self._samples:
+            self._states(plan.chunks, self._batch(plan.chunks, None))
             return []
         logit_rows, places = wanted_logits(plan.chunks)
         if self._drafts is None:
@@ -113,10 +120,11 @@ class ModelRunner:
             begin_step(count)
             began = time.monotonic()
             chunk = Chunk("", token_ids, 0, block_table, None, state=None if self._state_pool is None else StateUse(0))
-            batch = self._batch([chunk], [count - 1] if self._drafts is None else None)
-            logits = self._decoder.logits(self._states([chunk], batch)[-1:])
-            # As in sampling: a logit of minus infinity is a token that never comes.
-            finite = finite and bool(logits.float().amax(-1).isfinite().all())
+            batch = self._batch([chunk], [count - 1] if self._samples and self._drafts is None else None)
+            states = self._states([chunk], batch)[-1:]
+            if self._samples:
+                # As in sampling: a logit of minus infinity is a token that never comes.
+                finite = finite and bool(self._decoder.logits(states).float().amax(-1).isfinite().all())
             measured.append((count, time.monotonic() - began))
         if not finite:
             raise CheckpointError(NO_NUMBERS)

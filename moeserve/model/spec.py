@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kernels.specs import Activation, GateSpec
+from moeserve.model.stages import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,16 @@ class DecoderSpec(ModelSpec):
     def last_layer_is_partial(self) -> bool:
         # A layer behind the last one reads the states of all rows.
         return self.sparse_layers[-1] and self.mtp is None
+
+    def of_layers(self, stage: Stage) -> DecoderSpec:
+        """Return the decoder that has the layers of a stage alone, numbered from 0."""
+        of_stage = slice(stage.first, stage.end)
+        return replace(
+            self,
+            sparse_layers=self.sparse_layers[of_stage],
+            windows=self.windows[of_stage],
+            recurrent_layers=self.recurrent_layers[of_stage],
+        )
 
     @property
     def with_mtp_layer(self) -> DecoderSpec:

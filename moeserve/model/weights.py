@@ -26,7 +26,7 @@ from moeserve.model.checkpoint import (
     plan_weights,
     read_index,
 )
-from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention, MlaAttention, MtpLayer
+from moeserve.model.decoder import Border, Decoder, DecoderLayer, GqaAttention, MlaAttention, MtpLayer
 from moeserve.model.delta_net import GatedDeltaNet, by_part
 from moeserve.model.expert_weights import ExpertReader
 from moeserve.model.rounding import NO_ROUNDING, Rounding, fine
@@ -55,6 +55,7 @@ def load_decoder(
     rounding: Rounding = NO_ROUNDING,
     packed_experts: PackedLayer | None = None,
     forgets_files: bool = False,
+    border: Border | None = None,
 ) -> Decoder:
     """Load the safetensors checkpoint in ``directory`` as ``dtype`` (float32, bfloat16 or float16).
 
@@ -62,28 +63,33 @@ def load_decoder(
     owned_experts(layer): the experts to read, all if None; owning fewer takes a ``dispatch_of(layer)`` that reaches the
     others. observers: of all steps. progress(done_bytes, total_bytes). rounding: of float32 weights on a CPU.
     packed_experts: see ``PackedLayer``; ``owned_experts`` returns none then. forgets_files: see `TensorReader`.
+    border: of the stage that is to be loaded, None for all layers.
     Check every tensor's name and shape before memory is taken; raise CheckpointError.
     ``WeightPlan.loaded_num_bytes`` tells the needed memory beforehand.
     """
     ops = ops or CpuOps()
     rounding.check(dtype)
     index = read_index(directory)
-    plan = plan_weights(spec, index, owned_experts)
+    plan, first = plan_weights(spec, index, owned_experts), 0
+    if border is not None:
+        plan, first = plan.of_stage(border.stage, spec), border.stage.first
     with TensorReader(index, plan.num_bytes, progress=progress, forgets=forgets_files) as reader:
-        loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers, rounding, packed_experts)
-        embedding = loader.embedding(plan.outer["embedding"])
-        layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]
+        first_place = sum(spec.sparse_layers[:first])
+        loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers, rounding, packed_experts, first_place)
+        embedding = loader.embedding(plan.outer["embedding"]) if "embedding" in plan.outer else None
+        layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers, first)]
         return Decoder(
-            spec,
+            spec if border is None else spec.of_layers(border.stage),
             ops,
             embedding,
             layers,
             loader.norm(plan.outer, "norm"),
-            loader.linear(plan.outer, "lm_head"),
+            loader.linear(plan.outer, "lm_head") if "lm_head" in plan.outer else None,
             max_model_len=max_model_len or spec.max_position,
             dtype=dtype,
             observers=observers,
             mtp=None if plan.mtp is None else _load_mtp(spec, plan.mtp, ops, reader, dtype, rounding),
+            border=border,
         )
 
 
@@ -117,9 +123,12 @@ class _Loader:
         observers: Sequence[AnyObserver],
         rounding: Rounding,
         packed_experts: PackedLayer | None = None,
+        first_place: int = 0,
     ) -> None:
+        """first_place: the number of layers with experts before those that are loaded."""
         self._spec, self._ops, self._reader, self._dtype, self._rounding = spec, ops, reader, dtype, rounding
         self._dispatch_of, self._observers, self._packed_experts = dispatch_of, observers, packed_experts
+        self._first_place = first_place
 
     def embedding(self, stored: StoredTensor) -> Matrix:
         """Load the table into memory of its own. Rows are widened when looked up, so it may have fewer bits."""
@@ -270,7 +279,7 @@ class _Loader:
         moe = self._spec.moe
         assert moe is not None
         gate_dtype = torch.float32 if moe.gate_fp32 else self._dtype
-        place = self._spec.moe_layers.index(number)
+        place = self._spec.moe_layers.index(number) - self._first_place
         return MoeLayer(
             self._ops,
             self.linear(tensors, "moe_gate", dtype=gate_dtype),

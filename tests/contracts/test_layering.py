@@ -52,6 +52,8 @@ WITH_TORCH = {
     "moeserve.engine.experts.memory",
     "moeserve.engine.experts.prefetch",
     "moeserve.engine.experts.resident_model",
+    "moeserve.engine.ranks.pipe",
+    "moeserve.engine.ranks.pipeline",
     "moeserve.engine.ranks.steps",
     "moeserve.engine.ranks.transport",
     "moeserve.model.decoder",

@@ -112,7 +112,9 @@ class SlowStart:
         if member.number == 1:
             assert self._go_on.wait(60)
         self.log.append(f"rank {member.number} has started")
-        return SimpleNamespace(migrator=0, runner=None, begin_step=None, memory_stats=lambda: None, close=lambda: None)
+        return SimpleNamespace(
+            migrator=0, group=0, runner=None, begin_step=None, memory_stats=lambda: None, close=lambda: None
+        )
 
     def _serve(self, context: RunContext, rank: Any, hub: RankHub, *_: Any) -> None:
         self.log.append("requests are taken")
@@ -121,7 +123,8 @@ class SlowStart:
 
     def run(self, context: RunContext) -> None:
         collectives = SimpleNamespace(traffic=SimpleNamespace(num_entered=0))
-        rank = SimpleNamespace(group=SimpleNamespace(collectives=collectives), memory_stats=lambda: None)
+        group, progress = SimpleNamespace(collectives=collectives), SimpleNamespace(count=lambda: 0)
+        rank = SimpleNamespace(collectives=collectives, group=group, progress=progress, memory_stats=lambda: None)
         members = [LoadedPart(number, CONFIG, cast("Any", None), cast("Any", rank), False, 1) for number in (0, 1)]
         lives = [threading.Thread(target=serve_member, args=(context, one, lambda _: None)) for one in members]
         for life in lives:

@@ -31,6 +31,7 @@ from tests.support.service import (
 )
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
+EXPERTS, LAYERS = "--expert-parallel-size", "--pipeline-parallel-size"
 PROMPTS = [[5 + n, 9, 30 + n, 7, 41, 12, 11, 50, 3 + n] * 5 for n in range(6)]
 
 
@@ -85,10 +86,10 @@ class OtherNode:
 
 @contextmanager
 def two_nodes(
-    model: Path, folder: Path, key: Path, *more: str, other_model: Path | None = None
+    model: Path, folder: Path, key: Path, *more: str, other_model: Path | None = None, way: str = EXPERTS
 ) -> Iterator[tuple[Service, OtherNode]]:
-    """Node 0, not ready yet, and node 1."""
-    arguments = (*more, "--nnodes", "2", "--expert-parallel-size", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    """Node 0, not ready yet, and node 1. way: in which ranks share the model."""
+    arguments = (*more, "--nnodes", "2", way, "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     arguments += ("--curve-key-file", str(key))
     (folder / "first" / "run").mkdir(parents=True)
     (folder / "other").mkdir()
@@ -106,10 +107,11 @@ def two_nodes(
         first.process.stdout.close()
 
 
+@pytest.mark.parametrize("way", [EXPERTS, LAYERS])
 def test_two_nodes_give_the_texts_of_one_rank_and_end_cleanly(
-    model: Path, key: Path, expected: list[str], tmp_path: Path
+    model: Path, key: Path, expected: list[str], tmp_path: Path, way: str
 ) -> None:
-    with two_nodes(model, tmp_path, key) as (first, other):
+    with two_nodes(model, tmp_path, key, way=way) as (first, other):
         first.wait_until_ready()
         wait_until(lambda: "ranks 1 to 1: computes for node 0" in other.said.read_text())
         assert texts_of(first.http) == expected
@@ -174,10 +176,11 @@ def finish(events: Iterator[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", [EXPERTS, pytest.param(LAYERS, marks=pytest.mark.long)])
 def test_a_lost_rank_of_any_node_is_a_pause_and_no_whole_start(
-    model: Path, key: Path, expected: list[str], tmp_path: Path
+    model: Path, key: Path, expected: list[str], tmp_path: Path, way: str
 ) -> None:
-    with two_nodes(model, tmp_path, key) as (first, other):
+    with two_nodes(model, tmp_path, key, way=way) as (first, other):
         first.wait_until_ready()
         wait_until(lambda: "computes for node 0" in other.said.read_text())
         loaded = [children_of(first.process.pid)["worker"], children_of(other.process.pid)["worker"]]
@@ -249,9 +252,12 @@ def client_of(said: Path, process: subprocess.Popen[bytes]) -> httpx2.Client:
     return httpx2.Client(base_url=found[1], timeout=60)
 
 
-def test_torchrun_starts_ranks_that_give_the_texts_of_one(model: Path, expected: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [(), (LAYERS, "2")])
+def test_torchrun_starts_ranks_that_give_the_texts_of_one(
+    model: Path, expected: list[str], tmp_path: Path, way: tuple[str, ...]
+) -> None:
     worker = ("-m", "launcher.worker", str(model), "--port", "0", "--served-model-name", "m")
-    limits = ("--kv-cache-memory", "64MiB")
+    limits = ("--kv-cache-memory", "64MiB", *way)
     with torchrun("--standalone", "--nproc-per-node=2", *worker, *limits, folder=tmp_path / "t") as (process, said):
         with client_of(said, process) as http:
             assert texts_of(http) == expected

@@ -58,6 +58,7 @@ def test_all_help_lists_settings_under_headings_and_names_their_variables():
     headings = [line for line in result.output.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == [
         "Model:",
+        "Several ranks:",
         "Experts:",
         "Several nodes:",
         "Memory and scheduling:",

@@ -95,7 +95,7 @@ def meet_as_first(context: RunContext, *, loading: bool = False) -> Meeting:
     return Meeting(
         incarnation=context.incarnation,
         results=f"tcp://{address}:*",
-        steps=tuple(f"tcp://{address}:*" for _ in range(1, config.expert_parallel_size)),
+        steps=tuple(f"tcp://{address}:*" for _ in range(1, config.num_ranks)),
         collectives=None,
         interface=interface_of(address),
         keys=load_keys(Path(config.curve_key_file)),
@@ -146,7 +146,7 @@ def _meet_in_directory(context: RunContext, loading: bool) -> Meeting:
     return Meeting(
         incarnation=context.incarnation,
         results=context.results_address(loading),
-        steps=tuple(context.steps_address(rank, loading) for rank in range(1, context.config.expert_parallel_size)),
+        steps=tuple(context.steps_address(rank, loading) for rank in range(1, context.config.num_ranks)),
         collectives=context.rendezvous,
         interface="lo",
         loading=loading,

@@ -2,10 +2,10 @@
 
 To load, every rank sends `Joined`, receives `Setup` (or `Dismissed`), loads and sends `Loaded`. For each life of the
 engine it then sends `Joined`, receives `Start` and, once it is ready for a step, sends `Started`. In each step rank 0
-sends a `Forward` to every rank and receives a `RankResult` from it, until it sends `Shutdown`. From `Joined` on a rank
-sends `RankBeat`. To give a layer a new placement, rank 0 sends `PlaceLayer`, waits for `LayerLoaded` from every rank
-and names the new version in the next `Forward`. With KV on disk it sends `OpenDisk` before the first step, then a
-`CopyBlocks` at any time, and receives a `CopiesEnded` for each.
+sends a `Forward`, or a `ForwardStage` to ranks that share layers, to every rank and receives a `RankResult` from it,
+until it sends `Shutdown`. From `Joined` on a rank sends `RankBeat`. To give a layer a new placement, rank 0 sends
+`PlaceLayer`, waits for `LayerLoaded` from every rank and names the new version in the next `Forward`. With KV on disk
+it sends `OpenDisk` before the first step, then a `CopyBlocks` at any time, and receives a `CopiesEnded` for each.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ class Setup(Message):
     """The decisions of rank 0 that hold for all ranks.
 
     settings: the settings of rank 0, JSON of a `ServeConfig` without API keys. pid: the process of rank 0. kv: of each
-    rank. placement[layer][expert]: the ranks that hold the expert. expert_slots: by layer, the number of slots on each
-    rank; None if every rank keeps all its experts in memory.
+    rank. placement[layer][expert]: the ranks that hold the expert; None where ranks share layers. expert_slots: by
+    layer, the number of slots on each rank; None if every rank keeps all its experts in memory. layers: the number of
+    layers on each rank, empty where every rank has all layers.
     """
 
     settings: bytes
     pid: int
     kv: KvBudget
-    placement: tuple[tuple[tuple[int, ...], ...], ...]
+    placement: tuple[tuple[tuple[int, ...], ...], ...] | None
     expert_slots: tuple[int, ...] | None = None
+    layers: tuple[int, ...] = ()
 
 
 class Loaded(Message):
@@ -87,8 +89,14 @@ class Forward(Message):
     placement_version: int
 
 
+class ForwardStage(Message):
+    """A step of ranks that share layers: the plan of all of them (`PlanReceiver`)."""
+
+    plan: bytes
+
+
 class RankResult(Message):
-    """The result of a rank's plan; its routing is bytes."""
+    """The result of a rank's plan; its routing is bytes. Of ranks that share layers only the last one has chunks."""
 
     rank: int
     result: StepResult
@@ -151,7 +159,8 @@ class CopiesEnded(Message):
 class RankBeat(Message):
     """Sent a few times a second: the process runs and has entered `num_entered` collectives.
 
-    memory: the counters of its expert memory, None without one.
+    Of ranks that share layers the number counts their work, within a layer too. memory: the counters of its expert
+    memory, None without one.
     """
 
     rank: int
@@ -163,5 +172,17 @@ class Shutdown(Message):
     """No further step follows."""
 
 
-ToRank = Setup | Dismissed | Start | Forward | PlaceLayer | DropLayer | OpenDisk | CopyBlocks | CancelCopies | Shutdown
+ToRank = (
+    Setup
+    | Dismissed
+    | Start
+    | Forward
+    | ForwardStage
+    | PlaceLayer
+    | DropLayer
+    | OpenDisk
+    | CopyBlocks
+    | CancelCopies
+    | Shutdown
+)
 FromRank = Joined | Loaded | Started | RankResult | LayerLoaded | CopiesEnded | RankBeat

@@ -1,0 +1,161 @@
+"""Layers over ranks: each rank computes a stage of every step, and hands the rows on to the next one.
+
+All ranks get the same plan and hold blocks with the same ids, each with the keys, values and states of its own layers.
+So there is one scheduler and one prefix cache, as for a single rank, and the bits are those of a single rank.
+`PipelineExecutor` on rank 0 sends the plans, `StageSteps` on every other rank computes them. The last rank samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from experts.errors import CollectiveError
+from moeserve.engine.ranks.messages import ForwardStage, RankBeat, RankError, RankResult, Shutdown
+from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
+from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink
+from moeserve.plan import Pending, StepPlan, StepResult
+from moeserve.scheduling.steps import Runner
+
+_POLL_SECONDS = 0.1  # between two looks whether a rank hangs
+# A collective fails because a rank has died: within this many seconds its end is seen.
+_SECONDS_TO_DIE = 0.5
+
+
+class PipelineExecutor:
+    """Sends every rank the plan of a step, launches the stage of rank 0 and collects the results of all ranks.
+
+    A failure of another rank becomes a RankError that names it.
+    """
+
+    def __init__(self, runner: Runner, hub: RankHub, *, timeout: float) -> None:
+        """timeout: the seconds in which some rank has to get on while rank 0 waits for a step."""
+        self._runner, self._hub, self._timeout = runner, hub, timeout
+        self._plans = PlanSender()
+        self._in_flight: deque[tuple[int, Pending[StepResult]]] = deque()
+        self._results: defaultdict[int, dict[int, StepResult]] = defaultdict(dict)
+        self._work_of: dict[int, int] = {}
+        self._num_signs = 0
+
+    def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
+        """Launch a step on all ranks. Results must be taken in the order of the steps."""
+        (plan,) = plans
+        message = ForwardStage(self._plans.encode(plan))
+        self._hub.send_all(message)
+        with self._blaming():
+            self._in_flight.append((plan.step, self._runner.launch(plan)))
+        return _PipelineStep(self)
+
+    def signs_of_work(self) -> int:
+        """Return a count that moves while other ranks compute and rank 0 waits for them."""
+        return self._num_signs
+
+    def check(self) -> None:
+        """Raise RankError if a rank has died or fallen silent between steps."""
+        while (message := self._hub.receive(0)) is not None:
+            self._take(message)
+        self._hub.check_signs_of_life(self._timeout)
+
+    def close(self) -> None:
+        """Finish the steps in flight, then send `Shutdown`. Raise RankError if a rank has ended before."""
+        while self._in_flight:
+            self.wait()
+        self._hub.check()
+        self._hub.send_last(Shutdown())
+
+    @property
+    def is_done(self) -> bool:
+        """True if the results of the oldest step in flight are there."""
+        return len(self._results[self._in_flight[0][0]]) == len(self._hub.others)
+
+    def wait(self) -> list[StepResult]:
+        """Wait for the oldest step in flight. Raise RankError if a rank dies, or none gets on for too long."""
+        number, step = self._in_flight.popleft()
+        with self._blaming():
+            own = step.result()
+        results, seen, deadline = self._results[number], self._num_signs, time.monotonic() + self._timeout
+        while len(results) < len(self._hub.others):
+            self._take(self._hub.receive(_POLL_SECONDS))
+            now = time.monotonic()
+            if self._num_signs != seen:
+                seen, deadline = self._num_signs, now + self._timeout
+            elif now > deadline:
+                late = next(rank for rank in self._hub.others if rank not in results)
+                raise RankError(f"{self._hub.name(late)} hung: it did not finish step {number}.")
+        del self._results[number]
+        return [joined([own, *(results[rank] for rank in self._hub.others)])]
+
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        try:
+            yield
+        except CollectiveError as error:
+            self._hub.check_for(_SECONDS_TO_DIE)
+            raise RankError(f"The ranks cannot reach each other: {error}.") from error
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, RankResult):
+            self._num_signs += 1
+            self._results[message.result.step][message.rank] = message.result
+        elif isinstance(message, RankBeat) and self._work_of.get(message.rank) != message.num_entered:
+            self._num_signs += 1
+            self._work_of[message.rank] = message.num_entered
+
+
+@dataclass(frozen=True, slots=True)
+class _PipelineStep:
+    """The oldest step of a pipeline when its result is taken."""
+
+    executor: PipelineExecutor
+
+    @property
+    def done(self) -> bool:
+        return self.executor.is_done
+
+    def result(self) -> list[StepResult]:
+        return self.executor.wait()
+
+
+def joined(results: Sequence[StepResult]) -> StepResult:
+    """Return the result of a step whose stages have these results, in their order."""
+    last = results[-1]
+    if last.routing is None:
+        return last
+    # Layer by layer, as a rank with all layers has it.
+    return StepResult(last.step, last.chunks, b"".join(bytes(result.routing) for result in results))
+
+
+class StageSteps:
+    """Computes the stage of a rank in the steps that rank 0 sends, and returns the results in order."""
+
+    def __init__(self, rank: int, link: RankLink, runner: Runner, beats: BeatThread) -> None:
+        self._rank, self._link, self._runner, self._beats = rank, link, runner, beats
+        self._plans = PlanReceiver()
+
+    def run(self) -> None:
+        """Follow rank 0 until it sends `Shutdown` or ends."""
+        self._beats.busy.clear()
+        try:
+            while not isinstance(message := self._next(), Shutdown):
+                assert isinstance(message, ForwardStage)
+                self._compute(self._plans.decode(message.plan))
+        except CollectiveError:
+            # Rank 0 finds the rank at fault and ends, which ends the wait here. Beats show that this rank is alive.
+            self._link.receive()
+
+    def _next(self) -> object:
+        if (message := self._link.poll()) is not None:
+            return message
+        self._beats.busy.clear()
+        message = self._link.receive(self._beats.say_waiting)
+        self._beats.busy.set()
+        return message
+
+    def _compute(self, plan: StepPlan) -> None:
+        result = self._runner.launch(plan).result()
+        if result.routing is not None:
+            result.routing = bytes(result.routing)
+        self._link.send(RankResult(self._rank, result))

@@ -1,0 +1,57 @@
+"""The settings of ranks that share the layers of a model: check them, and split the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.model.stages import split_layers
+from moeserve.settings.drafts import parse_speculative
+from moeserve.settings.layers import parse_layers
+
+# Settings that do not go together with `--pipeline-parallel-size`, each with the reason, a clause.
+_WITHOUT_PIPELINE = {
+    "expert_parallel_size": "the ranks share the layers, each with all of its experts",
+    "expert_memory": "every rank keeps the experts of its layers in memory",
+    "expert_store_dir": "every rank keeps the experts of its layers in memory",
+    "kv_disk_path": "a block of keys and values lies in parts on all ranks",
+    "kv_transfer_config": "a block of keys and values lies in parts on all ranks",
+}
+
+
+def check_pipeline(config: ServeConfig) -> None:
+    """Raise ConfigError for settings that do not go together with layers on several ranks."""
+    if config.pipeline_parallel_size == 1:
+        if config.layers_per_rank is not None:
+            raise ConfigError(f"--layers-per-rank {config.layers_per_rank} needs --pipeline-parallel-size.")
+        return
+    for name, reason in _WITHOUT_PIPELINE.items():
+        if getattr(config, name) != getattr(ServeConfig, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} does not go together with --pipeline-parallel-size: {reason}.")
+    if config.device == "cuda":
+        raise ConfigError("--pipeline-parallel-size is for CPUs so far: no machine with several GPUs was at hand.")
+    if parse_speculative(config.speculative_config).method == "mtp":
+        raise ConfigError(
+            "--speculative-config mtp does not go together with --pipeline-parallel-size: the layer that drafts needs "
+            "the embedding, which is on the first rank, and the last states, which are on the last one."
+        )
+
+
+def layers_of_ranks(config: ServeConfig, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return how many layers each rank holds: as the settings say, else by their `sizes`. See `split_layers`.
+
+    Raise ConfigError if the settings do not fit the number of layers.
+    """
+    num_ranks, num_layers = config.pipeline_parallel_size, len(sizes)
+    if num_ranks > num_layers:
+        raise ConfigError(f"--pipeline-parallel-size {num_ranks} is more than the {num_layers} layers of the model.")
+    if config.layers_per_rank is None:
+        return split_layers(sizes, num_ranks)
+    counts = parse_layers(config.layers_per_rank)
+    if len(counts) != num_ranks or sum(counts) != num_layers:
+        raise ConfigError(
+            f"--layers-per-rank {config.layers_per_rank} is not {num_ranks} numbers that add up to the {num_layers} "
+            "layers of the model."
+        )
+    return counts

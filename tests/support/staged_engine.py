@@ -1,0 +1,102 @@
+"""An engine whose model is in stages, all in this process: rows go from stage to stage through queues."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from benchmarks.token_engine import TokenEngine
+from experts.parallel.collectives import Collectives
+from moeserve.config import ServeConfig
+from moeserve.engine.assemble import load_rank
+from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.planner import build_caches, build_scheduler
+from moeserve.engine.rank import Rank
+from moeserve.engine.ranks.pipeline import joined
+from moeserve.grammars.masks import GrammarMasks
+from moeserve.plan import StepPlan, StepResult
+from moeserve.scheduling.steps import Steps
+
+
+@dataclass
+class QueuedRows:
+    """Stands for the `Collectives` of a rank; borders[r] are the rows on their way from rank r to the next one."""
+
+    rank: int
+    num_ranks: int
+    borders: list[deque[Tensor]]
+
+    def send(self, rows: Tensor, to_rank: int) -> None:
+        assert to_rank == self.rank + 1
+        self.borders[self.rank].append(rows)
+
+    def receive(self, rows: Tensor, from_rank: int) -> None:
+        assert from_rank == self.rank - 1
+        rows.copy_(self.borders[from_rank].popleft())
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        return rows.repeat(self.num_ranks)
+
+    def close(self) -> None:
+        """Leave nothing."""
+
+
+class StagedExecutor:
+    """Computes the first stage of a step when it is launched, and the others when its result is taken."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._ranks = ranks
+
+    def launch(self, plans: Sequence[StepPlan]) -> StagedStep:
+        (plan,) = plans
+        return StagedStep(plan, self._ranks[0].runner.launch(plan).result(), self._ranks[1:])
+
+    def check(self) -> None:
+        """Do nothing: no rank can be missing."""
+
+
+@dataclass
+class StagedStep:
+    plan: StepPlan
+    first: StepResult
+    others: Sequence[Rank]
+    done: bool = True
+
+    def result(self) -> list[StepResult]:
+        return [joined([self.first, *(rank.runner.launch(self.plan).result() for rank in self.others)])]
+
+
+class StagedEngine(TokenEngine):
+    """A `TokenEngine` over the stages of `config.pipeline_parallel_size`."""
+
+    def __init__(self, model_dir: str | Path, config: ServeConfig) -> None:
+        directory, num_ranks = Path(model_dir), config.pipeline_parallel_size
+        plan, borders = plan_model(directory, config), [deque[Tensor]() for _ in range(num_ranks - 1)]
+        self.ranks = [
+            load_rank(
+                directory,
+                replace(plan, weights_bytes=0),
+                config,
+                lambda _: None,
+                cast("Collectives", QueuedRows(rank, num_ranks, borders)),
+            ).start()
+            for rank in range(num_ranks)
+        ]
+        model = self.ranks[0].model
+        self._rank, self.spec, self._count = self.ranks[0], model.spec, 0
+        self.scheduler = build_scheduler(
+            config, model.kv, build_caches(config, model.kv), rope_switch=model.rope_switch
+        )
+        drafts: dict[str, Any] = {"most_drafts": self.scheduler.most_forced_drafts}
+        self.masks = GrammarMasks(directory / "tokenizer.json", self.spec.vocab_size, model.eos_token_ids, **drafts)
+        self.steps = Steps(self.scheduler, StagedExecutor(self.ranks), self._rank.depth, masks=self.masks)
+
+    def close(self) -> None:
+        self.masks.close()
+        for rank in self.ranks:
+            rank.close()
