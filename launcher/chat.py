@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from launcher.own_service import ServiceNotStarted, own_service
+from launcher.savings import period
 from launcher.server_client import ServerError, open_url, read_events, server_option
 from launcher.settings_options import serve_arguments, set_option
 from moeserve.config import ConfigError, load_config
@@ -72,17 +73,36 @@ def _read_line() -> str | None:
 
 
 def _answer(console: Console, conversation: Conversation, text: str) -> None:
-    """Print the answer. An error ends a script with an exit code; a person may try again."""
+    """Print the answer, and until it comes how far the prompt is.
+
+    An error ends a script with an exit code; a person may try again.
+    """
+    waiting = Console(stderr=True, highlight=False).status("") if sys.stdin.isatty() else None
     try:
         for piece in conversation.say(text):
-            console.out(piece, end="", highlight=False)
+            if isinstance(piece, str):
+                if waiting is not None:
+                    waiting.stop()
+                console.out(piece, end="", highlight=False)
+            elif waiting is not None:
+                waiting.update(f"[dim]{prompt_line(piece)}[/]")
+                waiting.start()
     except ServerError as error:
         if not sys.stdin.isatty():
             raise
         console.print(f"[red]{escape(str(error))}[/]", end="")
     except KeyboardInterrupt:
         console.print("[dim] (stopped)[/]", end="")
+    finally:
+        if waiting is not None:
+            waiting.stop()
     console.print()
+
+
+def prompt_line(progress: dict[str, int]) -> str:
+    """Return how far a prompt is: `8,192 of 21,034 (6,016 cached) · 41 s left`."""
+    done = f"{progress['processed']:,} of {progress['total']:,} ({progress['cache']:,} cached)"
+    return f"{done} · {period(progress['left_ms'] / 1000)} left" if "left_ms" in progress else done
 
 
 @dataclass
@@ -103,14 +123,18 @@ class Conversation:
         """Forget all messages but the system prompt."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def say(self, text: str) -> Iterator[str]:
-        """Yield the answer in pieces, then remember question and answer. Raise ServerError, and remembers nothing."""
+    def say(self, text: str) -> Iterator[str | dict[str, int]]:
+        """Yield the progress of the prompt (`prompt_progress`) and the answer in pieces, then remember question and
+        answer. Raise ServerError, and remember nothing."""
         question = {"role": "user", "content": text}
         body: dict[str, Any] = {"model": self.model, "messages": [*self.messages, question], "stream": True}
+        body["return_progress"] = True
         if self.max_tokens is not None:
             body["max_tokens"] = self.max_tokens
         pieces = []
         for event in _stream(f"{self.url}/v1/chat/completions", body, self.api_key):
+            if progress := event.get("prompt_progress"):
+                yield progress
             piece = event["choices"][0]["delta"].get("content") if event.get("choices") else None
             if piece:
                 pieces.append(piece)

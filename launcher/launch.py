@@ -26,6 +26,7 @@ from launcher.agents import AGENTS, Agent, Server, Settings
 from launcher.auto_model import TOKENS_OF_AGENTS, candidates
 from launcher.own_service import ServiceNotStarted, own_service
 from launcher.preflight import usable_cores
+from launcher.savings import savings_told
 from launcher.server_client import ServerError, open_url, optional_server_option
 from launcher.settings_options import serve_arguments, set_option
 from moeserve.config import ConfigError, ServeConfig, cache_root, load_config
@@ -93,7 +94,8 @@ def launch(
             server = describe(address, key)
             if server.context < TOKENS_OF_AGENTS:
                 click.echo(_too_small(server.context, asked), err=True)
-            code = run_agent(chosen, program, server, arguments)
+            with savings_told(address, key):
+                code = run_agent(chosen, program, server, arguments)
     except (ServiceNotStarted, ConfigError) as error:
         raise click.ClickException(str(error)) from None
     sys.exit(code)

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from launcher.savings import period
 from launcher.server_client import open_url, read_events, server_option
 
 # The server says something every ten seconds.
@@ -22,6 +23,7 @@ _SILENCE_S = 30.0
 _KEPT_SAMPLES = 300
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 28
+_WIDEST_LINE = 60
 
 
 @click.command()
@@ -34,11 +36,11 @@ def top(url: str, api_key: str | None, once: bool) -> None:
     try:
         frames = _frames(url, api_key)
         if once or not console.is_terminal:
-            console.print(next(frames).render())
+            console.print(next(frames).render(console.width))
             return
         with Live(console=console, screen=True, auto_refresh=False) as display:
             for frame in frames:
-                display.update(frame.render(), refresh=True)
+                display.update(frame.render(console.width), refresh=True)
     except KeyboardInterrupt:
         return
     raise click.ClickException("The server ended the stream.")
@@ -52,9 +54,11 @@ class Frame:
     about: dict[str, Any]
     samples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_SAMPLES))
 
-    def render(self) -> RenderableType:
+    def render(self, width: int) -> RenderableType:
+        """Return the figures for a terminal of `width` columns."""
         sample = self.samples[-1]
-        return Group(self._head(), Text(), self._lines(), Text(), self._blocks(sample), *_experts(sample))
+        table, prompts = self._lines(width), _prompts(sample)
+        return Group(self._head(), Text(), table, Text(), *prompts, self._blocks(sample), *_experts(sample))
 
     def _head(self) -> Text:
         about = self.about
@@ -63,12 +67,12 @@ class Frame:
         words = escape(" · ".join(str(fact) for fact in facts if fact))
         return Text.from_markup(f"[bold]moeserve[/] {about['version']}  [dim]{words}{state}[/]")
 
-    def _lines(self) -> Table:
+    def _lines(self, width: int) -> Table:
         now = self.samples[-1]
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(justify="right", style="bold", no_wrap=True)
-        table.add_column(no_wrap=True, min_width=20)
+        table.add_column(no_wrap=True)
         table.add_column(style="cyan", no_wrap=True)
         rows: list[tuple[str, str, str, list[float | None]]] = [
             ("running", str(now["running"]), f"{now['waiting']} waiting", self._series("running")),
@@ -89,8 +93,10 @@ class Frame:
             ("hit rate", _percent(now["hit_rate"]), "of prompt tokens", self._series("hit_rate")),
             ("refused", str(now["rejections"]), f"{now['preemptions']} preempted", []),
         ]
+        # Values are never cut: the bars take what is left of the line.
+        taken = sum(max(len(row[column]) for row in rows) + 2 for column in range(3))
         for name, value, more, series in rows:
-            table.add_row(name, value, more, sparkline(series))
+            table.add_row(name, value, more, sparkline(series, min(_WIDEST_LINE, max(0, width - taken))))
         return table
 
     def _latency(self, name: str, key: str) -> tuple[str, str, str, list[float | None]]:
@@ -116,6 +122,21 @@ class Frame:
             where = "in host memory" if below["tier"] == "host" else "on disk"
             bar.append(f"  {where} ").append(f"{below['blocks'] * size:,}", "bold")
         return bar.append(" tokens", "dim")
+
+
+def _prompts(sample: dict[str, Any]) -> Iterator[Text]:
+    """Yield a line about the prompts that are being computed, and one about the latest that was."""
+    if now := sample.get("prompts"):
+        done = f"{now['tokens'] - now['left']:,} of {now['tokens']:,} ({now['cached']:,} cached)"
+        many = f" of {now['requests']} prompts" if now["requests"] > 1 else ""
+        left = f" · {period(now['seconds_left'])} left"
+        yield Text("computing  ", style="dim").append(done, "bold").append(many).append(left, "cyan")
+    if latest := sample.get("latest_prompt"):
+        line = Text("last one   ", style="dim").append(f"{latest['cached']:,} of {latest['tokens']:,} cached", "bold")
+        line.append(f" · {period(latest['seconds'])}")
+        if sample["saved_seconds"]:
+            line.append(f" · saved {period(sample['saved_seconds'])} since the start", "cyan")
+        yield line
 
 
 def _experts(sample: dict[str, Any]) -> Iterator[Text]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from math import inf
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from moeserve.kv_transfer import KvTicket
 from moeserve.thoughts import BudgetedThought, ThoughtBudget
@@ -141,9 +141,24 @@ class Asked:
     has_tools: bool = False  # the answer may call tools
     offers_kv: bool = False  # the blocks of the prompt are to be held for another service
     predicted: array[int] = field(default_factory=lambda: array("i"))  # the answer as its client predicts it
+    progress: bool = False  # the client wants to know how far its prompt is
 
 
 NOTHING_ASKED = Asked()
+
+
+class PromptProgress(NamedTuple):
+    """How far a prompt of `num_tokens` is: `num_computed` of them are there, of which `num_cached` were found cached.
+
+    Its first step began `seconds` ago, the rest is predicted to take `seconds_left`.
+    """
+
+    request_id: str
+    num_tokens: int
+    num_cached: int
+    num_computed: int
+    seconds: float
+    seconds_left: float
 
 
 @dataclass(eq=False, slots=True)

@@ -26,6 +26,7 @@ from moeserve.plan import (
     CacheWish,
     FinishReason,
     FoundText,
+    PromptProgress,
     SamplingParams,
     Terms,
     TokenLogprobs,
@@ -158,7 +159,8 @@ class Generate(Message):
     the answer may call tools (see `Turned`).
     `offers_kv`: hold the blocks of the prompt for another service. `ticket`: fetch them from another one.
     `beams`: search for the likeliest texts; the request then has one output, the last, with the texts that were found.
-    `predicted`: the answer's text as its client predicts it, as int32 bytes.
+    `predicted`: the answer's text as its client predicts it, as int32 bytes. `reports_progress`: tell how far the
+    prompt is (`Prompts`).
     """
 
     request_id: str
@@ -179,6 +181,7 @@ class Generate(Message):
     ticket: KvTicket | None = None
     beams: BeamParams | None = None
     predicted: bytes = b""
+    reports_progress: bool = False
 
 
 class Turned(Message):
@@ -307,6 +310,12 @@ class Outputs(Message):
     outputs: list[Output]
 
 
+class Prompts(Message):
+    """The prompts of one frontend that asked for their progress, before a step is computed."""
+
+    prompts: list[PromptProgress]
+
+
 # Statistics of features, opaque to the wire: by name of metric, rows `[*labels, value]`.
 FeatureSamples = dict[str, list[list[str | int | float]]]
 
@@ -355,7 +364,7 @@ class Heartbeat(Message):
 
 
 ToEngine = Hello | Left | Generate | Turned | Finish | Abort | Control
-FromEngine = EngineReady | Refused | Admitted | Rejected | Outputs | Stats | ControlResult | Heartbeat
+FromEngine = EngineReady | Refused | Admitted | Rejected | Outputs | Prompts | Stats | ControlResult | Heartbeat
 
 
 class EngineNews(msgspec.Struct):

@@ -15,7 +15,7 @@ from moeserve.engine.crashes.suspects import Suspects
 from moeserve.engine.experts.monitor import ExpertMonitor
 from moeserve.engine.inbox import Inbox
 from moeserve.engine.socket import EngineSocket
-from moeserve.plan import NO_WISH, Asked, CacheWish, FinishReason, Request
+from moeserve.plan import NO_WISH, Asked, CacheWish, FinishReason, PromptProgress, Request
 from moeserve.scheduling.drafting import DraftCounters
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
 from moeserve.scheduling.parts import Part, overriding
@@ -37,6 +37,7 @@ from moeserve.wire import (
     Message,
     Output,
     Outputs,
+    Prompts,
     Refused,
     Rejected,
     Stats,
@@ -90,6 +91,7 @@ class Engine:
         self._wait = overriding(parts, Part.wait)
         self._is_working = overriding(parts, Part.is_working)
         self._found_below = overriding(parts, Part.found_below)
+        self._prompts = overriding(parts, Part.prompts)
         self._samples = overriding(parts, Part.samples)
         self._close = overriding(parts, Part.close)
         self._turned = overriding(parts, Part.turned)
@@ -112,7 +114,7 @@ class Engine:
             for turn in self._turn:
                 turn()
             self._send_outputs(self._scheduler.end_declined())
-            outputs = self._steps.advance()
+            outputs = self._steps.advance(self._send_prompts)
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
                 self._send_outputs(outputs)
@@ -224,7 +226,13 @@ class Engine:
             resumes=message.resumes,
             budget=message.thought,
             earlier_output=output,
-            asked=Asked(message.cache_hit_threshold, message.has_tools, message.offers_kv, predicted),
+            asked=Asked(
+                message.cache_hit_threshold,
+                message.has_tools,
+                message.offers_kv,
+                predicted,
+                message.reports_progress,
+            ),
             ticket=message.ticket,
             beam_params=message.beams,
         )
@@ -259,6 +267,14 @@ class Engine:
                 self._stats.count_end(output.request)
         for receiver, messages in of_frontend.items():
             self._send(receiver, Outputs(messages))
+
+    def _send_prompts(self) -> None:
+        of_frontend: dict[bytes, list[PromptProgress]] = {}
+        for prompts in self._prompts:
+            for progress in prompts():
+                of_frontend.setdefault(self._asked_by[progress.request_id], []).append(progress)
+        for receiver, told in of_frontend.items():
+            self._send(receiver, Prompts(told))
 
     def _tier_tokens(self, request: Request) -> tuple[int, int] | None:
         if not self._found_below:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget, step_budget
+from moeserve.engine.prompt_watch import PromptWatch
 from moeserve.scheduling.cold_requests import ColdRequests
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.lower_tier import num_kept_free
@@ -58,13 +59,13 @@ def build_pace(config: ServeConfig, device: str, warm_up: Sequence[tuple[int, fl
 
 
 def build_parts(
-    caches: Sequence[PrefixCache], suspects_until: Callable[[str], int], sources: Sequence[Part] = ()
+    caches: Sequence[PrefixCache], suspects_until: Callable[[str], int], pace: Pace, sources: Sequence[Part] = ()
 ) -> list[Part]:
     """Return the parts of a service's scheduler, in their order.
 
     suspects_until: see `Trial`. sources: of KV beside memory, other services before the tier below memory.
     """
-    return [ColdRequests(), *sources, Trial(suspects_until), ToolWaits(caches)]
+    return [ColdRequests(), *sources, Trial(suspects_until), ToolWaits(caches), PromptWatch(pace)]
 
 
 def build_scheduler(

@@ -180,7 +180,7 @@ def serve(
     pace = build_pace(config, model.device, rank.warm_up)
     links = _open_links(context, rank, caches[0], pace)
     tier = None if lower is None else LowerTier(caches, pace, Overflow(config.kv_overflow), lower.read_s)
-    parts = build_parts(caches, suspects.until, _kv_parts(links, tier))
+    parts = build_parts(caches, suspects.until, pace, _kv_parts(links, tier))
     switch = model.rope_switch
     scheduler = build_scheduler(
         config, model.kv, caches, model.device, depth=rank.depth, rope_switch=switch, pace=pace, parts=parts

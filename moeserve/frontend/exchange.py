@@ -119,6 +119,8 @@ def build_generates(
                     ticket=request.ticket,
                     beams=request.beams,
                     predicted=predicted,
+                    # Choices share their prompt; nobody hears the progress of a response in the background.
+                    reports_progress=request.reports_progress and not request.detached and not sample,
                 )
             )
     return generates
@@ -232,6 +234,13 @@ class Progress:
             elif self._first is None:
                 self._first = now
                 self._metrics.time_to_first_token.observe(now - self._arrival)
+
+    def headers(self, answer: Answer) -> list[tuple[bytes, bytes]]:
+        """Return the headers of a whole answer that say what its prompt took."""
+        found = [(b"x-moeserve-cached-tokens", str(answer.usage.cached_tokens).encode())]
+        if self._first is not None:
+            found.append((b"x-moeserve-ttft-ms", str(round(1000 * (self._first - self._arrival))).encode()))
+        return found
 
     def end(self, answer: Answer, log_fields: dict[str, Any]) -> None:
         """Observe the end of the answer, complete or not, and add its counts to the log line."""

@@ -67,12 +67,32 @@ class DraftsNow(msgspec.Struct, frozen=True):
     accepted_rate: float
 
 
+class PromptsNow(msgspec.Struct, frozen=True):
+    """The prompts that are being computed: `tokens` in total, `cached` of them found in the prefix cache, `left` not
+    computed yet, which are predicted to take `seconds_left`."""
+
+    requests: int
+    tokens: int
+    cached: int
+    left: int
+    seconds_left: float
+
+
+class LatestPrompt(msgspec.Struct, frozen=True):
+    """seconds: from the request's arrival until its prompt was computed."""
+
+    tokens: int
+    cached: int
+    seconds: float
+
+
 class Sample(msgspec.Struct, frozen=True):
     """`time` is in seconds since 1970. Rates are tokens per second since the sample before: `prompt_rate` of admitted
     prompts, `cached_rate` of these the ones found in the prefix cache. `step_seconds` is the mean of a step. Latencies
     and `hit_rate` are of the latest ten samples; None where nothing was measured. `rejections` and `preemptions` count
     since the start. `below`: the tiers, highest first; none where KV is in memory alone. `drafts`: None where no drafts
-    are made."""
+    are made. `prompts`: None where none is being computed. `latest_prompt`: None before the first. `saved_seconds`: the
+    time that steps would have taken since the start for prompt tokens that were cached."""
 
     time: float
     running: int
@@ -90,6 +110,9 @@ class Sample(msgspec.Struct, frozen=True):
     experts: ExpertsNow
     below: Sequence[KvBelow] = ()
     drafts: DraftsNow | None = None
+    prompts: PromptsNow | None = None
+    latest_prompt: LatestPrompt | None = None
+    saved_seconds: float = 0.0
 
 
 class _Point(msgspec.Struct, frozen=True):
@@ -185,15 +208,38 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
         experts=_experts(last.stats.features, stats.features),
         below=_below(stats.features),
         drafts=_drafts(last.stats.features, stats.features, seconds),
+        prompts=_prompts(stats.features),
+        latest_prompt=_latest_prompt(stats.features),
+        saved_seconds=round(_total(stats.features, "moeserve_prompt_seconds_saved") or 0.0, 1),
     )
+
+
+def _prompts(now: FeatureSamples) -> PromptsNow | None:
+    num_requests = int(_total(now, "moeserve_prompts_under_way") or 0)
+    if not num_requests:
+        return None
+    tokens = _by_label(now, "moeserve_prompts_under_way_tokens")
+    seconds = round(_total(now, "moeserve_prompts_seconds_left") or 0.0, 1)
+    return PromptsNow(num_requests, int(tokens["total"]), int(tokens["cached"]), int(tokens["left"]), seconds)
+
+
+def _latest_prompt(now: FeatureSamples) -> LatestPrompt | None:
+    seconds = _total(now, "moeserve_latest_prompt_seconds")
+    if seconds is None:
+        return None
+    tokens = _by_label(now, "moeserve_latest_prompt_tokens")
+    return LatestPrompt(int(tokens["total"]), int(tokens["cached"]), round(seconds, 3))
+
+
+def _by_label(features: FeatureSamples, name: str) -> dict[str, float]:
+    return {str(label): float(value) for label, value in features[name]}
 
 
 def _below(now: FeatureSamples) -> list[KvBelow]:
     if "moeserve_kv_tier_blocks" not in now:
         return []
     blocks, size, age, tokens = (
-        {str(tier): float(value) for tier, value in now[f"moeserve_kv_tier_{name}"]}
-        for name in ("blocks", "bytes", "age_seconds", "hit_tokens")
+        _by_label(now, f"moeserve_kv_tier_{name}") for name in ("blocks", "bytes", "age_seconds", "hit_tokens")
     )
     found = sum(tokens.values())
     return [

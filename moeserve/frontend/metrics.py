@@ -269,6 +269,14 @@ def _engine_metrics(stats: Stats) -> Iterator[Metric]:
 # The metrics of features by name in `Stats.features`: documentation, then labels. Layers are numbered among the layers
 # that have experts. A metric that the engine leaves out is not exported: a zero would mean that the feature is in use.
 _GAUGES: Mapping[str, tuple[str, ...]] = {
+    "moeserve_prompts_under_way": ("Requests whose prompts are being computed",),
+    "moeserve_prompts_under_way_tokens": (
+        "Tokens of these prompts: all, those found in the prefix cache, those that are not computed yet",
+        "state",
+    ),
+    "moeserve_prompts_seconds_left": ("Time until the last of these prompts is computed, as predicted",),
+    "moeserve_latest_prompt_tokens": ("Tokens of the latest computed prompt: all, those found cached", "state"),
+    "moeserve_latest_prompt_seconds": ("From the arrival of the latest computed prompt to its end",),
     "moeserve_kv_retained_blocks": ("KV blocks that clients have retained or pinned",),
     "moeserve_kv_pinned_prefixes": ("Pinned prefixes",),
     "moeserve_kv_tier_blocks": ("KV blocks with content, in memory and in the tier below it", "tier"),
@@ -296,6 +304,7 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
     "moeserve_expert_migration_age_seconds": ("Time since a layer was last placed anew",),
 }
 _COUNTERS: Mapping[str, tuple[str, ...]] = {
+    "moeserve_prompt_seconds_saved": ("Time that steps would have taken for the prompt tokens found cached",),
     "moeserve_kv_retained_evictions": ("Retained KV blocks that were evicted because no other block was left",),
     "moeserve_kv_tier_hits": ("Times that a request found cached tokens there", "tier"),
     "moeserve_kv_tier_hit_tokens": ("Cached tokens by where requests found them", "tier"),

@@ -299,6 +299,13 @@ class Pace:
             for at in range(start, stop, most)
         )
 
+    def bulk_s(self, num_tokens: int, num_positions: float) -> float:
+        """Return the seconds in which full steps compute `num_tokens`, which attend to `num_positions` in total."""
+        if not num_tokens:
+            return 0.0
+        most = self._max_num_batched_tokens
+        return num_tokens / most * self._cost.seconds(most, num_positions / num_tokens * most)
+
     def num_places(self) -> int:
         """Return the number of requests that may run at once: as many as the settings allow, unless all tenants'
         clients leave (`Departures`)."""

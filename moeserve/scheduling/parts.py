@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from moeserve.plan import FinishReason, Request
+from moeserve.plan import FinishReason, PromptProgress, Request
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -99,6 +99,10 @@ class Part:
     def found_below(self, request: Request) -> tuple[int, int] | None:
         """Return how many of the request's cached tokens were in the host's memory, and on disk; None if not known."""
         return None
+
+    def prompts(self) -> Sequence[PromptProgress]:
+        """Return how far prompts are whose clients asked for it and have not heard it. Called before each launch."""
+        return ()
 
     def samples(self) -> Mapping[str, list[list[str | int | float]]]:
         """Return figures for metrics."""

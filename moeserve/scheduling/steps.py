@@ -7,7 +7,7 @@ step is computed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -118,15 +118,16 @@ class Steps:
         self._in_flight: deque[tuple[list[StepPlan], Pending[list[StepResult]]]] = deque()
         self.step = 0
 
-    def advance(self) -> list[RequestOutput] | None:
+    def advance(self, planned: Callable[[], None] = lambda: None) -> list[RequestOutput] | None:
         """Launch the next step if there is one. Without one, or with more than `depth` in flight, commit the oldest.
 
-        Return the outputs of the committed step, none without a commit, and of requests whose grammar failed; None if
-        there was nothing to do.
+        planned: is called before the launch, which may last as long as the step. Return the outputs of the committed
+        step, none without a commit, and of requests whose grammar failed; None if there was nothing to do.
         """
         failed = self._provide_masks()
         plans = self._scheduler.schedule()
         if plans is not None:
+            planned()
             begun: list[RanksObserver] = []
             with abandoned_if_it_fails(plans, begun):
                 for observer in self._observers:

@@ -42,6 +42,21 @@ def test_a_stream_says_what_the_whole_answer_says(client: OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "length"
 
 
+def test_a_stream_tells_how_far_its_prompt_is_and_metrics_what_the_cache_saved(
+    running: Service, client: OpenAI
+) -> None:
+    prompt = "progress " * 40
+    for num_cached in (0, 1):
+        fields = {"return_progress": True, "ignore_eos": True}
+        first, *_ = ask(client, prompt=prompt, stream=True, extra_body=fields)
+        progress = first.prompt_progress
+        assert progress["processed"] == progress["cache"] < progress["total"]
+        assert (progress["cache"] > 0) == bool(num_cached)
+        assert progress["left_ms"] >= 0
+    wait_until(lambda: metric(running, "moeserve_prompt_seconds_saved_total") > 0)
+    assert metric(running, 'moeserve_latest_prompt_tokens{state="total"}') == progress["total"]
+
+
 def test_a_seed_repeats_an_answer(client: OpenAI) -> None:
     texts = [ask(client, temperature=1.5, seed=seed).choices[0].text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from moeserve.plan import FinishReason
 from moeserve.wire import Abort, Generate, Stats
 from tests.support.browser import Browser, Page, chromium, find_chromium
-from tests.support.fake_engine import say, trickle
+from tests.support.fake_engine import compute, say, trickle
 from tests.support.frontend import Frontend, frontend
 
 PROGRAM = find_chromium()
@@ -161,6 +162,18 @@ def test_stop_ends_the_request_and_keeps_what_has_come(chat: Page, server: Front
     server.engine.wait_for(Abort)
     assert texts(chat, ".assistant .fact")[0] == "stopped"
     assert chat.text(".assistant .markdown") == "so far"
+
+
+def test_a_long_prompt_shows_how_far_it_is_and_how_much_longer_it_takes(chat: Page, server: Frontend) -> None:
+    server.engine.script = compute((21034, 6016, 8192))
+    ask(chat, "hi")
+    chat.wait(
+        "document.querySelector('#progress').textContent === 'prompt: 8,192 of 21,034 (6,016 cached) · 41 s left'"
+    )
+    (generate,) = server.engine.wait_for(Generate)
+    server.engine.output(generate, list(b"Hello"), finish_reason=FinishReason.STOP, num_output_tokens=5)
+    answered(chat)
+    assert chat.evaluate("document.querySelector('#progress').hidden")
 
 
 def test_regenerate_asks_the_same_again(chat: Page, server: Frontend) -> None:

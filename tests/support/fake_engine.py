@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from moeserve import wire
-from moeserve.plan import FinishReason
+from moeserve.plan import FinishReason, PromptProgress
 from moeserve.wire import (
     Abort,
     Admitted,
@@ -26,6 +26,7 @@ from moeserve.wire import (
     Message,
     Output,
     Outputs,
+    Prompts,
     Rejected,
     RunContext,
 )
@@ -63,6 +64,17 @@ def trickle(text: str) -> Script:
     def script(engine: FakeEngine, generate: Generate) -> None:
         engine.send(Admitted(generate.request_id))
         engine.output(generate, list(text.encode()))
+
+    return script
+
+
+def compute(*counts: tuple[int, int, int]) -> Script:
+    """Admits and tells how far the prompt is: (tokens, cached, computed) each. No output follows."""
+
+    def script(engine: FakeEngine, generate: Generate) -> None:
+        engine.send(Admitted(generate.request_id))
+        for number, count in enumerate(counts):
+            engine.send(Prompts([PromptProgress(generate.request_id, *count, 0.5 * number, 41.25)]))
 
     return script
 

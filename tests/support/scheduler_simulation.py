@@ -94,7 +94,7 @@ class Simulation:
             rope_switch=rope_switch,
             pace=pace,
             drafting=drafting,
-            parts=build_parts(self.caches, lambda request_id: self._suspects.get(request_id, 0), kv_parts),
+            parts=build_parts(self.caches, lambda request_id: self._suspects.get(request_id, 0), pace, kv_parts),
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from launcher.chat import prompt_line
 from launcher.cli import main
 from moeserve.config import VERSION
 from tests.support.forking import popen
@@ -126,6 +127,12 @@ def test_another_system_is_refused_in_words(monkeypatch):
     result = CliRunner().invoke(main, ["serve"])
     assert result.exit_code == 1
     assert "moeserve runs on Linux only; this is darwin" in result.stderr
+
+
+def test_how_far_a_prompt_is_is_told_with_the_time_that_it_still_takes() -> None:
+    progress = {"total": 21034, "cache": 6016, "processed": 8192, "time_ms": 7900}
+    assert prompt_line({**progress, "left_ms": 41250}) == "8,192 of 21,034 (6,016 cached) · 41 s left"
+    assert prompt_line(progress) == "8,192 of 21,034 (6,016 cached)"  # of a server that is llama.cpp
 
 
 class Server(Handler):

@@ -27,6 +27,7 @@ from moeserve.engine.loop import Engine
 from moeserve.engine.planner import build_parts
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.plan import ChunkResult, Computed, FinishReason, Request, SamplingParams, StepPlan, StepResult
+from moeserve.scheduling.pacing import Pace
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Steps
 from moeserve.wire import (
@@ -43,6 +44,7 @@ from moeserve.wire import (
     Message,
     Output,
     Outputs,
+    Prompts,
     Refused,
     Rejected,
     Stats,
@@ -179,7 +181,8 @@ def served(tmp_path: Path) -> Iterator[Served]:
     culprit = digest_of(generate("culprit", FATAL))
     suspicion = Suspicion({"suspect": 4, "other suspect": 4}, ((culprit, math.inf),))
     suspects = Suspects(WorkRecord(tmp_path / "work", INCARNATION, 2), suspicion)
-    parts, limits = build_parts([cache], suspects.until), {"max_num_seqs": 2, "max_num_queued_reqs": 1}
+    parts = build_parts([cache], suspects.until, Pace(None, 8, 2))
+    limits = {"max_num_seqs": 2, "max_num_queued_reqs": 1}
     scheduler = Scheduler([cache], max_num_batched_tokens=8, max_model_len=64, **limits, parts=parts)
     executor = CountingExecutor()
     experts = SlowDisk()
@@ -213,6 +216,19 @@ def test_a_request_is_admitted_streams_and_ends_once(served: Served) -> None:
     assert [output.token_ids for output in outputs] == [[13], [14], [15], [16], [17]]
     assert outputs[-1].finish_reason == FinishReason.LENGTH
     assert outputs[-1].num_output_tokens == 5
+
+
+def test_who_asks_hears_how_far_its_prompt_is_before_each_step_and_nobody_else_does(served: Served) -> None:
+    other = served.connect()
+    for client, name, asks in ((served.client, "asks", True), (other, "other", False)):
+        client.send(msgspec.structs.replace(generate(name, [10] * 20, max_tokens=1), reports_progress=asks))
+        messages: list[Any] = [client.receive()]
+        while not isinstance(messages[-1], Outputs):
+            messages.append(client.receive())
+        told = [message for message in messages if isinstance(message, Prompts)]
+        assert messages == [Admitted(name), *told, messages[-1]]
+        counts = [(p.request_id, p.num_tokens, p.num_computed) for prompts in told for p in prompts.prompts]
+        assert counts == ([("asks", 20, 0), ("asks", 20, 8), ("asks", 20, 16)] if asks else [])
 
 
 def test_another_protocol_or_model_is_refused(served: Served) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.frontend.live import DraftsNow, KvBelow, KvBlocks, LiveStats, quantiles
+from moeserve.frontend.live import DraftsNow, KvBelow, KvBlocks, LatestPrompt, LiveStats, PromptsNow, quantiles
 from moeserve.frontend.metrics import Metrics
 from moeserve.wire import FeatureSamples, Stats
 
@@ -60,6 +60,27 @@ def test_rates_are_per_second_since_the_sample_before(clock: Clock) -> None:
     assert sample.hit_rate == 0.75
     assert sample.kv == KvBlocks(free=5, cached=2, leased=1)
     assert sample.rejections == 3
+
+
+def test_prompts_under_way_and_the_latest_one_are_told_where_there_are_some(clock: Clock) -> None:
+    figures = LiveStats(Metrics(), clock)
+    under_way = {
+        "moeserve_prompts_under_way": [[2]],
+        "moeserve_prompts_under_way_tokens": [["total", 21034], ["cached", 6016], ["left", 12842]],
+        "moeserve_prompts_seconds_left": [[41.26]],
+        "moeserve_prompt_seconds_saved": [[1560.04]],
+        "moeserve_latest_prompt_tokens": [["total", 300], ["cached", 256]],
+        "moeserve_latest_prompt_seconds": [[0.9]],
+    }
+    none = {"moeserve_prompts_under_way": [[0]], "moeserve_prompt_seconds_saved": [[0.0]]}
+    for features in (none, none, under_way):
+        figures.on_stats(stats(features=features))
+        clock.forward(1)
+    first, second = figures.samples
+    assert (first.prompts, first.latest_prompt, first.saved_seconds) == (None, None, 0.0)
+    assert second.prompts == PromptsNow(2, 21034, 6016, 12842, 41.3)
+    assert second.latest_prompt == LatestPrompt(300, 256, 0.9)
+    assert second.saved_seconds == 1560.0
 
 
 def test_kv_below_memory_is_told_where_there_is_some(clock: Clock) -> None:

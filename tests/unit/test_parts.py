@@ -6,8 +6,10 @@ from array import array
 from collections.abc import Iterator
 
 from moeserve.engine.planner import build_parts
+from moeserve.engine.prompt_watch import PromptWatch
 from moeserve.plan import Asked, FinishReason, Request, SamplingParams
 from moeserve.scheduling.cold_requests import ColdRequests
+from moeserve.scheduling.pacing import Pace
 from moeserve.scheduling.parts import Part, Parts, Prefixes, overriding
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.tool_waits import ToolWaits
@@ -67,7 +69,8 @@ def test_parts_are_called_in_the_order_of_their_list() -> None:
 
 def test_a_service_asks_first_who_ends_requests_then_sources_then_who_holds_requests_and_who_follows_them() -> None:
     caches, source = [PrefixCache(8, 4)], Part()
-    assert list(map(type, build_parts(caches, lambda _: 0, [source]))) == [ColdRequests, Part, Trial, ToolWaits]
+    parts = build_parts(caches, lambda _: 0, Pace(None, 8, 2), [source])
+    assert list(map(type, parts)) == [ColdRequests, Part, Trial, ToolWaits, PromptWatch]
 
 
 def test_only_parts_that_override_a_hook_are_called_for_it() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moeserve.frontend.relay.request_group import CrashSuspect, EngineGone, EngineSilent, RequestGroup, RequestRejected
-from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
+from moeserve.plan import FinishReason, PromptProgress, SamplingParams, TokenLogprobs
 from moeserve.wire import Admitted, Finish, Generate, Output, Rejected, pack_token_ids, unpack_token_ids
 
 
@@ -53,6 +53,21 @@ async def test_a_next_engine_gets_what_is_left_of_the_open_requests() -> None:
     assert (rest[0].num_prompt_logprobs, rest[1].output_token_ids) == (1, b"")
     group.put(Output("a", [9], FinishReason.LENGTH, num_output_tokens=4))
     assert [output.token_ids for _, output in await group.next()] == [[5, 6], [7], [8], [9]]
+
+
+@on_a_loop
+async def test_news_of_a_prompt_wakes_its_reader_until_the_first_output() -> None:
+    group = group_of("a", "b")
+    group.take_to_engine()
+    for computed in (0, 4):
+        group.tell(PromptProgress("b", 8, 0, computed, 0.0, 1.0))
+    assert await group.next() == []
+    assert group.take_progress() == [(1, PromptProgress("b", 8, 0, 4, 0.0, 1.0))]
+    group.tell(PromptProgress("b", 8, 0, 6, 0.0, 1.0))
+    group.put(Output("b", [5]))
+    assert [output.token_ids for _, output in await group.next()] == [[5]]
+    group.tell(PromptProgress("gone", 8, 0, 6, 0.0, 1.0))
+    assert group.take_progress() == []
 
 
 @on_a_loop

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
+from io import StringIO
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from launcher.cli import main
-from launcher.top import sparkline
+from launcher.top import Frame, sparkline
 from tests.support.local_http import Handler, local_server
 
 ABOUT = {
@@ -87,6 +90,35 @@ def test_one_frame_tells_all_figures(address: str) -> None:
         "layers placed anew 4",
     ):
         assert figure in result.output
+
+
+def test_no_value_is_cut_at_80_columns_however_long_the_series_are() -> None:
+    sample = {**SAMPLE, "generation_rate": 12345.6, "prompt_rate": 123456.7, "cached_rate": 98765.4}
+    for width in (80, 100, 200):
+        frame = Frame("http://127.0.0.1:8000", ABOUT, deque([sample] * 300))
+        console = Console(width=width, file=StringIO())
+        console.print(frame.render(width))
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        for figure in ("12345.6/s", "123456.7/s", "98765.4/s cached", "step 42 ms", "p95 1.50 s", "between tokens"):
+            assert figure in shown, width
+        assert "…" not in shown
+        assert "█" in shown
+        assert max(map(len, shown.splitlines())) <= width
+
+
+def test_a_long_prompt_shows_how_far_it_is_and_the_latest_one_what_was_cached() -> None:
+    prompts = {"requests": 1, "tokens": 21034, "cached": 6016, "left": 12842, "seconds_left": 41.3}
+    latest = {"tokens": 21034, "cached": 20812, "seconds": 0.9}
+    shown = lines_of({**SAMPLE, "prompts": prompts, "latest_prompt": latest, "saved_seconds": 1560.0})
+    assert "computing  8,192 of 21,034 (6,016 cached) · 41 s left" in shown
+    assert "last one   20,812 of 21,034 cached · 0.9 s · saved 26 min since the start" in shown
+    assert "of 3 prompts" in "\n".join(lines_of({**SAMPLE, "prompts": {**prompts, "requests": 3}}))
+
+
+def lines_of(sample: dict[str, Any]) -> list[str]:
+    console = Console(width=100, file=StringIO())
+    console.print(Frame("http://127.0.0.1:8000", ABOUT, deque([sample])).render(100))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
 def test_a_refusal_is_one_sentence(address: str) -> None:

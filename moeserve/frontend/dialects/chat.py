@@ -41,7 +41,7 @@ from moeserve.frontend.dialects.internal import (
 )
 from moeserve.frontend.errors import invalid, unsupported
 from moeserve.frontend.text import TextTokenizer
-from moeserve.plan import SamplingParams
+from moeserve.plan import PromptProgress, SamplingParams
 
 # The variables that only fields of their own, or no fields, set.
 _RESERVED_VARIABLES = frozenset(
@@ -322,6 +322,9 @@ class ChatFormatter(Formatter):
         content = b'"delta":' + msgspec.json.encode(_new_parts(delta, self._calls))
         logprobs = msgspec.json.encode(self._logprobs(delta.tokens)) if delta.tokens else b"null"
         return self._events.choice(delta.index, content, logprobs, _finish(delta, self._calls), usage)
+
+    def progress(self, index: int, progress: PromptProgress) -> bytes:
+        return self._events.progress(index, b'"delta":{}', progress)
 
     def end(self, usage: Usage) -> bytes:
         return self._events.end(usage)

@@ -30,7 +30,7 @@ from moeserve.frontend.dialects.internal import (
 from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.text import TextTokenizer
 from moeserve.kv_transfer import KvTicket, read_params
-from moeserve.plan import BeamParams, SamplingParams
+from moeserve.plan import BeamParams, PromptProgress, SamplingParams
 
 _SWITCH = "use_beam_search"
 # Fields that would have to change the search, with the values that ask for nothing.
@@ -258,6 +258,9 @@ class CompletionFormatter(Formatter):
         text = b'"text":' + msgspec.json.encode(delta.text)
         logprobs = msgspec.json.encode(self._logprobs(delta.tokens)) if delta.tokens else b"null"
         return self._events.choice(delta.index, text, logprobs, delta.finish_reason, usage)
+
+    def progress(self, index: int, progress: PromptProgress) -> bytes:
+        return self._events.progress(index, b'"text":""', progress)
 
     def end(self, usage: Usage) -> bytes:
         return self._events.end(usage)

@@ -51,6 +51,7 @@ class SamplingBody(FormatFields, kw_only=True):
     n: Choices | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=limits.MAX_TEMPERATURE)] | None = None
     top_p: ShareAboveZero | None = None
     top_k: TokensOrAll | None = None
@@ -118,6 +119,7 @@ def read_request(
         "stream": bool(body.stream),
         "include_usage": bool(options.include_usage),
         "continuous_usage": bool(options.continuous_usage_stats),
+        "reports_progress": bool(body.return_progress and body.stream),
         "priority": body.priority or 0,
         "background": bool(body.background),
         "cache_salt": read_cache_salt(body.cache_salt),

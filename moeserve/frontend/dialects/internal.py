@@ -16,7 +16,7 @@ from moeserve.frontend.errors import ApiError
 from moeserve.frontend.http import DONE, KEEP_ALIVE, RESUMED
 from moeserve.frontend.text import TextTokenizer
 from moeserve.kv_transfer import KvTicket
-from moeserve.plan import BeamParams, SamplingParams, TokenLogprobs
+from moeserve.plan import BeamParams, PromptProgress, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,8 @@ class GenerateRequest:
     `truncate` is how many tokens at the end of each prompt are kept. `include_stop` leaves the stop string in the text,
     `skip_special_tokens` special tokens out of it. A prompt is computed only if at least the share
     `cache_hit_threshold` of it is cached: otherwise its choices end as `cache_threshold`. For
-    `offers_kv` and `ticket` see `Generate`. `beams`: search for the `n` likeliest texts.
+    `offers_kv` and `ticket` see `Generate`. `reports_progress`: the stream tells how far its prompts are. `beams`:
+    search for the `n` likeliest texts.
     """
 
     model: str
@@ -204,6 +205,7 @@ class GenerateRequest:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    reports_progress: bool = False
     echo: bool = False
     priority: int = 0
     background: bool = False
@@ -379,6 +381,10 @@ class Formatter(ABC):
         """Return an event, or a comment, that keeps the connection open."""
         return KEEP_ALIVE
 
+    def progress(self, index: int, progress: PromptProgress) -> bytes:
+        """Return the event that tells how far the prompt of a choice is; nothing where the dialect has none."""
+        return b""
+
     def resumed(self) -> bytes:
         """Return what tells that another engine went on with the answer."""
         return RESUMED
@@ -424,8 +430,20 @@ class EventWriter:
             _usage_tail(usage) if usage is not None and self._continuous_usage else self._tail,
         )
 
+    def progress(self, index: int, content: bytes, progress: PromptProgress) -> bytes:
+        """Return the event of a prompt on its way, as llama.cpp has it. content: see `choice`."""
+        tail = b',"prompt_progress":' + progress_json(progress) + self._tail
+        return b'%b,"choices":[{"index":%d,%b,"finish_reason":null}]%b' % (self._head, index, content, tail)
+
     def end(self, usage: Usage) -> bytes:
         return (self._head + b',"choices":[]' + _usage_tail(usage) if self._include_usage else b"") + DONE
+
+
+def progress_json(progress: PromptProgress) -> bytes:
+    """Return llama.cpp's `prompt_progress`, and how long the rest is predicted to take."""
+    counts = {"total": progress.num_tokens, "cache": progress.num_cached, "processed": progress.num_computed}
+    times = {"time_ms": round(1000 * progress.seconds), "left_ms": round(1000 * progress.seconds_left)}
+    return msgspec.json.encode({**counts, **times})
 
 
 def openai_usage(usage: Usage) -> dict[str, Any]:

@@ -32,9 +32,11 @@ from moeserve.frontend.dialects.internal import (
     ToolChoice,
     Usage,
     Writing,
+    progress_json,
 )
 from moeserve.frontend.errors import ApiError, invalid, unsupported
 from moeserve.frontend.text import TextTokenizer
+from moeserve.plan import PromptProgress
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 MAX_TEMPERATURE = 1.0
@@ -519,6 +521,9 @@ class MessageFormatter(Formatter):
 
     def ping(self) -> bytes:
         return _PING
+
+    def progress(self, index: int, progress: PromptProgress) -> bytes:
+        return _event("ping", prompt_progress=msgspec.Raw(progress_json(progress)))
 
     def complete(self, choices: list[Delta], usage: Usage) -> Writing:
         yield from ()

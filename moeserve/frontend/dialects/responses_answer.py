@@ -24,11 +24,13 @@ from moeserve.frontend.dialects.internal import (
     Usage,
     Writing,
     logprob_entry,
+    progress_json,
 )
 from moeserve.frontend.dialects.responses import Turn
 from moeserve.frontend.dialects.responses_items import ClientName, Item, item_id_of, seal_reasoning
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.text import TextTokenizer
+from moeserve.plan import PromptProgress
 
 _LAST_NUMBER = 2**31 - 1
 
@@ -222,6 +224,8 @@ class ResponsesFormatter(Formatter):
         )
 
     def start(self, index: int, usage: Usage) -> bytes:
+        if self._started:
+            return b""
         self._started = True
         response = self._response("in_progress")
         created = b"" if self._is_queued else self._log.event("response.created", response=response)
@@ -236,11 +240,15 @@ class ResponsesFormatter(Formatter):
             events += self._call(part)
         return events if delta.finish_reason is None else events + self._finish(delta.finish_reason)
 
+    def progress(self, index: int, progress: PromptProgress) -> bytes:
+        fields = {"response_id": self._id, "prompt_progress": msgspec.Raw(progress_json(progress))}
+        return self.start(index, Usage()) + self._log.event("response.prompt_progress", **fields)
+
     def end(self, usage: Usage) -> bytes:
         return self._last_event(self._finished(usage))
 
     def error(self, error: ApiError) -> bytes:
-        begin = b"" if self._started else self.start(0, Usage())
+        begin = self.start(0, Usage())
         failure = {"code": "server_error", "message": error.message}
         return begin + self._log.event("response.failed", response=self._response("failed", error=failure))
 

@@ -2,7 +2,7 @@
 
 import { Server, readEvents } from "./api.js";
 import { Conversations } from "./conversations.js";
-import { button, count, el, find, notify } from "./dom.js";
+import { button, count, duration, el, find, notify } from "./dom.js";
 import { MessageView } from "./messages.js";
 import { NOTHING_SET, SettingsForm, requestBody } from "./settings.js";
 
@@ -280,7 +280,7 @@ async function answer() {
 
 /** Asks, and fills the message while the answer comes. tell: is called with a line about what has come. */
 async function stream(body, message, signal, drawing, tell) {
-  const seen = { begin: performance.now(), first: null, last: null, usage: null };
+  const seen = { begin: performance.now(), first: null, last: null, usage: null, prompt: null, told: 0 };
   const telling = setInterval(() => tell(progressOf(seen)), PROGRESS_EVERY_MS);
   try {
     const response = await server.request("/v1/chat/completions", { method: "POST", body, signal });
@@ -288,6 +288,7 @@ async function stream(body, message, signal, drawing, tell) {
       if (data === "[DONE]") break;
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
+      if (event.prompt_progress) Object.assign(seen, { prompt: event.prompt_progress, told: performance.now() });
       seen.usage = event.usage ?? seen.usage;
       const choice = event.choices?.[0];
       if (choice && take(message, choice)) {
@@ -305,9 +306,15 @@ async function stream(body, message, signal, drawing, tell) {
 /** What has come of an answer, in a line: how long the first token takes, then how many tokens and how fast. */
 function progressOf(seen) {
   const now = performance.now();
-  if (seen.first === null) return `waiting for the first token · ${Math.floor((now - seen.begin) / 1000)} s`;
+  if (seen.first === null) return seen.prompt ? promptLine(seen.prompt, now - seen.told) : `waiting for the first token · ${Math.floor((now - seen.begin) / 1000)} s`;
   const { rate, tokens } = statsOf({ ...seen, last: now });
   return `${count(tokens)} tokens${rate ? ` · ${rate.toFixed(1)} tokens/s` : ""}`;
+}
+
+/** How far a prompt was `since` milliseconds ago, and how much of the predicted time is left now. */
+function promptLine({ total, cache, processed, left_ms: left }, since) {
+  const done = `prompt: ${count(processed)} of ${count(total)} (${count(cache)} cached)`;
+  return left - since < 500 ? done : `${done} · ${duration((left - since) / 1000)} left`;
 }
 
 /** Adds a choice of an event to the message; whether it held anything. */

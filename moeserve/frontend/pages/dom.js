@@ -61,6 +61,11 @@ export function milliseconds(seconds) {
   return ms < 1000 ? `${Math.round(ms)} ms` : `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
 }
 
+/** A time that passes while one waits: seconds, then minutes. */
+export function duration(seconds) {
+  return seconds < 120 ? `${Math.max(1, Math.round(seconds))} s` : `${Math.round(seconds / 60)} min`;
+}
+
 export function period(seconds) {
   const units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
   const [size, unit] = units.find(([size]) => seconds >= size) ?? units.at(-1);

@@ -77,6 +77,7 @@ export function requestBody(settings, messages) {
     messages: [...system, ...messages],
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
+    return_progress: true,
   };
   for (const [name, parse] of Object.entries(NUMBERS)) {
     const text = settings[name] ?? "";

@@ -140,10 +140,14 @@ class Answer:
         """Record that another engine continued the request."""
         self._usage.resumed = True
 
+    def choice_of(self, number: int) -> int:
+        """Return the choice of request `number` (`generates_of`), for a beam search the first one."""
+        return number * self._n if self._searches else number
+
     def take(self, number: int, output: Output) -> list[Delta]:
         """Return the deltas of an output of request `number` (`generates_of`). Raise ApiError if it failed."""
         if output.found is None:
-            return self._take(number * self._n if self._searches else number, output)
+            return self._take(self.choice_of(number), output)
         deltas = []
         for choice, text in enumerate(output.found, number * self._n):
             logprobs = list(text.logprobs) or None

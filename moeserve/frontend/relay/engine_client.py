@@ -34,6 +34,7 @@ from moeserve.wire import (
     Left,
     Message,
     Outputs,
+    Prompts,
     Refused,
     Rejected,
     Rest,
@@ -323,6 +324,10 @@ class EngineClient:
                         group.put(output)
                     elif output.finish_reason is not None:
                         self._left.pop(output.request_id, None)
+            case Prompts(prompts=prompts):
+                for progress in prompts:
+                    if group := self._groups.get(progress.request_id):
+                        group.tell(progress)
             case Admitted(request_id=request_id) | Rejected(request_id=request_id):
                 if group := self._groups.get(request_id):
                     group.answer(message)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from moeserve.plan import FinishReason
+from moeserve.plan import FinishReason, PromptProgress
 from moeserve.wire import Admitted, Finish, Generate, Output, Rejected, Turned, pack_token_ids
 
 
@@ -109,6 +109,7 @@ class RequestGroup:
         self._unanswered = set(self._ids)
         self._open = set(self._ids)
         self._queue: list[tuple[int, Output]] = []
+        self._progress: dict[int, PromptProgress] = {}  # the newest of each prompt that has no output yet
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._until = math.inf  # when the handler's patience ends, on the loop's clock
@@ -181,8 +182,20 @@ class RequestGroup:
             self._open.discard(output.request_id)
         index = self._index[output.request_id]
         self._sequences[index].record(output)
+        self._progress.pop(index, None)
         self._queue.append((index, output))
         self._wake()
+
+    def tell(self, progress: PromptProgress) -> None:
+        """Keep how far a prompt is until `take_progress`."""
+        if progress.request_id in self._open:
+            self._progress[self._index[progress.request_id]] = progress
+            self._wake()
+
+    def take_progress(self) -> list[tuple[int, PromptProgress]]:
+        """Return how far prompts are, each with the index of its request, where there is news."""
+        found, self._progress = sorted(self._progress.items()), {}
+        return found
 
     def fail(self, error: Exception) -> None:
         """End the group with an error, unless it already has one. Queued outputs stay readable."""
@@ -210,7 +223,8 @@ class RequestGroup:
     async def next(self, patience_s: float | None = None) -> list[tuple[int, Output]]:
         """Return all outputs since the last call, each with the index of its request.
 
-        If there are none, wait for one, for `patience_s` at most. Raise EngineGone when none will come.
+        If there are none, wait for one, or for news of a prompt, for `patience_s` at most. Raise EngineGone when none
+        will come.
         """
         loop = asyncio.get_running_loop()
         if patience_s is None:
@@ -222,7 +236,7 @@ class RequestGroup:
         while not self._queue:
             if self._failure is not None:
                 raise self._failure
-            if loop.time() >= self._until:
+            if self._progress or loop.time() >= self._until:
                 return []
             await self._wait()
         batch, self._queue = self._queue, []

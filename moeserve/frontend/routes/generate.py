@@ -259,7 +259,7 @@ class GenerateRoute:
                     if self._dialect.keep is not None:
                         content = await self._dialect.keep(formatter, content)
                     will.revoke()
-                    await send_body(send, 200, content)
+                    await send_body(send, 200, content, progress.headers(answer))
             return not answer.num_open
         except ApiError as error:
             if error.code == OVERLOADED and error.retry_after_s is None:
@@ -400,9 +400,10 @@ class _Streaming:
         return deltas
 
     async def _write(self, deltas: list[Delta] | None) -> None:
-        """Write the events of some deltas, a comment for None."""
+        """Write the events of some deltas; for None how far prompts are, a comment where that is not asked for."""
         if deltas is None:
-            await self.stream.write(self.formatter.ping())
+            told = [self.formatter.progress(self.answer.choice_of(n), at) for n, at in self.group.take_progress()]
+            await self.stream.write(b"".join(told) or self.formatter.ping())
             return
         events = []
         if self.group.num_deaths > self._num_deaths:
