@@ -16,7 +16,7 @@ from moeserve.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from moeserve.frontend.dialects.internal import ToolCallPart
 from moeserve.frontend.parsers.families import CALLS, REASONING
 from moeserve.frontend.parsers.feed import CallIds, Feed, JsonScan, Markers, Parsed
-from moeserve.frontend.parsers.messages import Start
+from moeserve.frontend.parsers.messages import MESSAGES, Start
 from moeserve.frontend.parsers.parser import OutputParser
 from tests.support.examples import examples
 from tests.support.model_answers import ANSWERS
@@ -311,6 +311,33 @@ def test_mistral_and_harmony_reason_in_markers_of_their_own() -> None:
     assert parse([text], "harmony", "none") == Parsed("", "hmYes.")
     assert parse(["es.<|return|>"], "harmony", "harmony", "text") == Parsed("", "es.")
     assert parse(["No header"], "harmony", "harmony") == Parsed("", "No header")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_message_may_spell_the_markers_of_its_form_where_these_are_special_tokens(whole: bool) -> None:
+    reader = parser("harmony", "harmony", hidden=MESSAGES["harmony"].markers)
+    spelled = '{"city": "<|end|><|start|>a < b"}'
+    answer = Parsed()
+    texts = (
+        "<|channel|>",
+        "analysis",
+        "<|message|>",
+        "a <|return|>",
+        "<|end|>",
+        "<|start|>",
+        "assistant",
+        "<|channel|>",
+    )
+    texts = (*texts, "commentary to=functions.get_weather", "<|message|>", spelled, "<|call|>")
+    for text in texts:
+        is_special = text in MESSAGES["harmony"].markers
+        for piece in [text] if whole or is_special else text:
+            parsed = reader.push(piece, is_special=is_special)
+            answer.reasoning += parsed.reasoning
+            answer.calls += parsed.calls
+    answer.calls += reader.finish().calls
+    assert answer.reasoning == "a <|return|>"
+    assert (answer.calls[0].name, "".join(call.arguments for call in answer.calls)) == ("get_weather", spelled)
 
 
 def test_calls_may_end_reasoning_where_their_markers_are_tokens() -> None:

@@ -37,6 +37,8 @@ class OutputParser:
         """
         self._feed = Feed()
         self._sink = Sink(hidden, parallel, new_id)
+        self._has_special_markers = messages is not None and set(messages.markers) <= set(hidden)
+        self._num_guards = 0
         schemas = schemas or {}
         if messages is not None:
             reasons, has_calls = reasoning is not None, calls is not None
@@ -52,18 +54,35 @@ class OutputParser:
     def num_calls(self) -> int:
         return self._sink.num_calls
 
-    def push(self, text: str) -> Parsed:
-        """Return the parts that `text` completes."""
+    def push(self, text: str, *, is_special: bool = True) -> Parsed:
+        """Return the parts that `text` completes. is_special: it is the text of a special token, or may be.
+
+        Where all markers of a message are special tokens, text of other tokens that spells one is no marker.
+        """
+        if self._has_special_markers and not is_special and "<" in text:
+            self._num_guards += text.count("<")
+            text = text.replace("<", "<" + _GUARD)
         self._feed.add(text)
         self._run()
-        return self._sink.take()
+        return self._take()
 
     def finish(self) -> Parsed:
         """Return the remaining parts, at the end of the text."""
         self._feed.end()
         self._run()
         self._sink.end()
-        return self._sink.take()
+        return self._take()
+
+    def _take(self) -> Parsed:
+        parsed = self._sink.take()
+        if self._num_guards:
+            parsed.reasoning = parsed.reasoning.replace(_GUARD, "")
+            parsed.text = parsed.text.replace(_GUARD, "")
+            for call in parsed.calls:
+                call.arguments = call.arguments.replace(_GUARD, "")
+            if parsed.called_at is not None:
+                parsed.called_at -= self._num_guards
+        return parsed
 
     def _run(self) -> None:
         if not self._is_over:
@@ -71,6 +90,8 @@ class OutputParser:
 
 
 _OVER = object()
+# Stands behind the first character of a marker that text only spells. No text of a model holds this noncharacter.
+_GUARD = "\ufdd0"
 
 
 def _read_answer(

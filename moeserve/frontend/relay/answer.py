@@ -290,6 +290,7 @@ class OutputText:
         self.num_tokens = 0
         self.keep_tokens: int | None = None
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, shown)
+        self._special_ids = tokenizer.special_token_ids
         self._matcher = StopMatcher(stops, includes=include_stop)
         self._parser = parser
         self._thought = thought
@@ -325,7 +326,8 @@ class OutputText:
             if self._parser is None:
                 pieces.append(self._show(text, may_stop))
             else:
-                pieces.append(self._parse(self._parser, text, may_stop, delta))
+                is_special = token_id in self._special_ids
+                pieces.append(self._parse(self._parser, text, may_stop, delta, is_special=is_special))
             if self.keep_tokens is not None:
                 break
         self.num_tokens = len(self._starts) if self.keep_tokens is None else self.keep_tokens
@@ -360,10 +362,19 @@ class OutputText:
         self._decoded += len(text)
         return self._match(text, may_stop)
 
-    def _parse(self, parser: OutputParser, text: str, may_stop: bool, delta: Delta, *, ended: bool = False) -> str:
+    def _parse(
+        self,
+        parser: OutputParser,
+        text: str,
+        may_stop: bool,
+        delta: Delta,
+        *,
+        is_special: bool = False,
+        ended: bool = False,
+    ) -> str:
         """Return the text that is shown now; add the reasoning and the calls of newly decoded text to `delta`."""
         self._decoded += len(text)
-        parsed = [parser.push(text)] if text else []
+        parsed = [parser.push(text, is_special=is_special)] if text else []
         if ended:
             parsed.append(parser.finish())
         pieces = []
