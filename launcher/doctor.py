@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,11 +17,12 @@ import click
 
 from launcher.auto_model import TOKENS_OF_AGENTS
 from launcher.preflight import gpu_names, usable_cores
+from launcher.server_client import named_server_option
 from launcher.settings_options import some_settings
 from moeserve.config import ConfigError, ServeConfig, cache_root, environment_name, load_config
 from moeserve.device import RESERVE_BYTES
 from moeserve.model.spec import ModelError
-from moeserve.settings.quantities import show_size
+from moeserve.settings.quantities import parse_size, show_size
 
 if TYPE_CHECKING:
     from moeserve.engine.doctor import KnownModel, Setup
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _SETTINGS = (
     "revision",
     "offline",
+    "device",
+    "expert_parallel_size",
     "dtype",
     "quantization",
     "arithmetic",
@@ -66,21 +69,40 @@ _OF_EXPERT_MEMORY = "How often tokens choose experts that are not in memory, and
 
 @click.command(name="doctor")
 @click.argument("model", required=False)
+@named_server_option
+@click.option("--api-key", envvar="MOESERVE_API_KEY", help="Key of that service, of role metrics or admin.")
+@click.option("--gpus", metavar="NxNAME", help="Plan for GPUs that are elsewhere, as 8xH100-80G.")
+@click.option("--memory", metavar="SIZE", help="Plan for a machine that has this free memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
 @some_settings(*_SETTINGS)
-def doctor(model: str | None, as_json: bool, **flags: Any) -> None:
+def doctor(
+    model: str | None,
+    url: str | None,
+    api_key: str | None,
+    gpus: str | None,
+    memory: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
     """Describe MODEL and say which ways of serving it fit into this machine. Without MODEL, describe this machine.
 
     MODEL is a folder or a hub id; config.json is enough, weights are not needed and never downloaded. The options are
     the options of serve on which memory depends, also read from the environment. Exit code 1 if MODEL cannot be served.
+    With --url look at a service that runs, and say what to change.
     """
+    if url is not None:
+        if model is not None:
+            raise click.UsageError("--url looks at a service that runs: give no MODEL beside it.")
+        _look_at(url, None if api_key is None else api_key.split(",")[0], as_json=as_json)
+        return
     try:
         settings = {environment_name(setting) for setting in fields(ServeConfig) if setting.name in _SETTINGS}
         config = load_config(flags, {name: value for name, value in os.environ.items() if name in settings})
         if model is not None:
             model = load_config({"model": model}, {}).model
         config = replace(config, model=model)
-        report = _report_of_files(model, config) or _report(model, config)
+        read = _reader(config, gpus, memory)
+        report = _report_of_files(model, config, read) or _report(model, config, read)
     except ConfigError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
@@ -90,31 +112,69 @@ def doctor(model: str | None, as_json: bool, **flags: Any) -> None:
     click.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
 
 
-def _report_of_files(model: str | None, config: ServeConfig) -> _FilesReport | None:
+def _look_at(url: str, api_key: str | None, *, as_json: bool) -> None:
+    """Print what a running service's figures say should be changed."""
+    from launcher.service_doctor import advice, read_figures
+
+    sentences = advice(read_figures(url, api_key))
+    if as_json:
+        click.echo(json.dumps({"advice": sentences}, indent=2))
+        return
+    for sentence in sentences:
+        click.echo(f"- {sentence}")
+    if not sentences:
+        click.echo("Its figures since the start ask for no change.")
+
+
+def _reader(config: ServeConfig, gpus: str | None, memory: str | None) -> Callable[[], Machine]:
+    """Return what describes the machine: this one, or one that the options describe. Raise ConfigError."""
+    if gpus is None and memory is None:
+        return _read_machine
+    from launcher.gpu_table import parse_gpus
+
+    changes: dict[str, Any] = {}
+    if gpus is not None:
+        changes["gpus"] = found = parse_gpus(gpus)
+        if config.expert_parallel_size > len(found):
+            raise ConfigError(f"--expert-parallel-size {config.expert_parallel_size} needs as many --gpus.")
+    try:
+        if memory is not None:
+            changes["free_bytes"] = changes["memory_bytes"] = parse_size(memory)
+    except ValueError as error:
+        raise ConfigError(f"--memory: {error}") from None
+    return lambda: replace(_read_machine(), **changes)
+
+
+def _read_machine() -> Machine:
+    from moeserve.machine import read_machine
+
+    return read_machine(usable_cores())
+
+
+def _report_of_files(model: str | None, config: ServeConfig, read: Callable[[], Machine]) -> _FilesReport | None:
     """Return a report on several GGUF models; None where MODEL is none of these, or one alone."""
     if model is None:
         return None
     from moeserve.engine.gguf_choice import file_choices
-    from moeserve.machine import read_machine
 
-    found = file_choices(model, config, lambda: read_machine(usable_cores()))
+    found = file_choices(model, config, read)
     return None if found is None else _FilesReport(*found)
 
 
-def _report(model: str | None, config: ServeConfig) -> _Report:
-    from moeserve.machine import read_machine
-
+def _report(model: str | None, config: ServeConfig, read: Callable[[], Machine]) -> _Report:
     if model is None:
-        return _Report(None, read_machine(usable_cores()), [])
+        return _Report(None, read(), [])
     # The model first: its faults are reported at once.
     from moeserve.engine.doctor import examine, least_memory, rounded_setups, setups_of
     from moeserve.model.source import resolve_config
 
     known = examine(resolve_config(model, revision=config.revision, offline=config.offline))
-    machine = read_machine(usable_cores())
+    machine = read()
     config = replace(config, revision=None, offline=False)
-    setups = setups_of(known, machine, config)
+    setups = [one for one in setups_of(known, machine, config) if config.device in ("auto", one.device)]
     fits = any(setup.obstacle is None for setup in setups)
+    if config.device == "cuda":
+        return _Report(known, machine, setups)
     least = None if fits else least_memory(known, machine, config)
     return _Report(known, machine, setups, least, rounded_setups(known, machine, config))
 

@@ -47,6 +47,8 @@ optional_server_option = click.option(
     "--url", callback=_base_url, help="Address of the server; without it one is started for the run."
 )
 
+named_server_option = click.option("--url", callback=_base_url, help="Look at the service that runs there.")
+
 
 def open_url(url: str, body: dict[str, Any] | None, api_key: str | None, timeout: float = _TIMEOUT) -> Any:
     """Return the open response of a GET, or of a POST where there is a body. Raise ServerError."""

@@ -454,3 +454,27 @@ def test_weights_that_do_not_fit_the_configuration_are_one_sentence(tmp_path: Pa
     result = ask(tmp_path)
     assert result.exit_code == 1
     assert "but the configuration says" in result.stderr
+
+
+def test_gpus_that_are_elsewhere_are_planned_by_their_table(qwen3: Path) -> None:
+    options = ("--device", "cuda", "--gpus", "8xh100-80g", "--expert-parallel-size", "8", "--memory", "1TiB")
+    said = ask(qwen3, *options).output
+    assert said.count("GPU         H100-80G") == 8
+    assert "moeserve serve MODEL --device cuda --expert-parallel-size 8: fits" in said
+    assert "moeserve serve MODEL: " not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--gpus", "8xH1000"), "names are A10-24G"),
+        (("--gpus", "0xL4-24G"), "is not NUMBERxNAME"),
+        (("--gpus", "4xL4-24G", "--expert-parallel-size", "8"), "--expert-parallel-size 8 needs as many --gpus"),
+        (("--memory", "much"), "--memory"),
+    ],
+)
+def test_a_description_of_hardware_that_cannot_be_read_is_one_sentence(
+    qwen3: Path, options: tuple[str, ...], says: str
+) -> None:
+    result = CliRunner().invoke(main, ["doctor", str(qwen3), *options])
+    assert (result.exit_code, says in result.output) == (2, True)
