@@ -18,15 +18,17 @@ from pathlib import Path
 import click
 from tokenizers import Tokenizer
 
+from benchmarks.token_engine import advance
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
-from moeserve.engine.planner import build_caches, build_scheduler
+from moeserve.engine.planner import build_caches, build_scheduler, build_text_parts
 from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import Chunk, Computed, Pending, Request, SamplingParams, StepPlan, StepResult
+from moeserve.scheduling.grammars import Drafts
 from moeserve.scheduling.steps import Runner, Steps
 
 PROMPT = "List the staff of a hospital as JSON."
@@ -112,12 +114,13 @@ class Bench:
     def __init__(self, folder: Path, max_streams: int) -> None:
         config = ServeConfig(max_num_seqs=max_streams, max_model_len=1024, enable_prefix_caching=False)
         rank = load_rank(folder, plan_model(folder, config), config, lambda _: None).start()
-        self._scheduler = build_scheduler(config, rank.model.kv, build_caches(config, rank.model.kv))
+        self._eos = tuple(rank.model.eos_token_ids)
+        self._masks = GrammarMasks(folder / "tokenizer.json", rank.model.spec.vocab_size, self._eos)
+        parts = build_text_parts(self._masks, Drafts())
+        self._scheduler = build_scheduler(config, rank.model.kv, build_caches(config, rank.model.kv), parts=parts)
         self._runner = rank.runner
         self._prompt = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
-        self._eos = tuple(rank.model.eos_token_ids)
         self._grammar = constraint_of(OutputFormat("json_schema", SCHEMA)).grammar
-        self._masks = GrammarMasks(folder / "tokenizer.json", rank.model.spec.vocab_size, self._eos)
 
     def measure(self, streams: int, steps: int, *, constrained: bool = True) -> Twice:
         """Return the cost of the steps in which every stream decodes one token, without the first few."""
@@ -126,8 +129,8 @@ class Bench:
             sampling = SamplingParams(steps + 1, seed=stream, stop_token_ids=ends, grammar=grammar)
             self._scheduler.add(Request(f"{stream}", array("i", self._prompt), sampling))
         twice = Twice(self._runner)
-        steps_of = Steps(self._scheduler, twice, 0, masks=self._masks)
-        while steps_of.advance() is not None:
+        steps_of = Steps(self._scheduler, twice, 0)
+        while advance(steps_of, self._masks) is not None:
             pass
         self._scheduler.take_started()
         first = _FIRST_STEP

@@ -21,11 +21,14 @@ import click
 from benchmarks.drafts import NONE, Bench, Kind, edited, kinds
 from moeserve.config import ServeConfig
 from moeserve.device import step_budget
-from moeserve.grammars.masks import GrammarMasks, MadeMask
+from moeserve.engine.planner import build_text_parts
+from moeserve.grammars.made_masks import MadeMask
+from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.source import resolve_model
 from moeserve.plan import Asked, ChunkResult, Computed, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduling.draft_sources import CACHED_TEXT, FORCED, LAYOUT, OWN_TEXT, PREDICTED_TEXT, Guess
 from moeserve.scheduling.drafting import Drafting
+from moeserve.scheduling.grammars import Drafts
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Steps
 from moeserve.settings.drafts import SpeculativeConfig
@@ -59,20 +62,13 @@ class SomeDrafting(Drafting):
     def _guesses(self, *args: Any) -> Iterator[Guess]:
         yield from (guess for guess in super()._guesses(*args) if guess.source in self._sources)
 
-    def receive(
-        self,
-        request: Request,
-        draft_tokens: array[int],
-        draft_masks: Sequence[bytes],
-        num_forced: int,
-        num_laid: int = 0,
-    ) -> None:
-        num_kept = len(draft_tokens)
+    def receive(self, request: Request, tokens: array[int], num_forced: int, num_laid: int) -> None:
+        num_kept = len(tokens)
         if LAYOUT not in self._sources:
             num_kept, num_laid = num_kept - num_laid, 0
         if FORCED not in self._sources:
             num_kept, num_forced = num_kept - num_forced, 0
-        super().receive(request, draft_tokens[:num_kept], draft_masks[:num_kept], num_forced, num_laid)
+        super().receive(request, tokens[:num_kept], num_forced, num_laid)
 
 
 class PatientMasks(GrammarMasks):
@@ -130,7 +126,7 @@ class Recorded:
 class Replay:
     """A service without a model, on a clock of its own."""
 
-    def __init__(self, recorded: Recorded, drafting: Drafting | None, masks: GrammarMasks) -> None:
+    def __init__(self, recorded: Recorded, drafts: Drafts, masks: GrammarMasks) -> None:
         self._recorded = recorded
         config = ServeConfig(max_num_seqs=64)
         self._scheduler = Scheduler(
@@ -139,10 +135,10 @@ class Replay:
             max_num_batched_tokens=step_budget(config),
             max_num_queued_reqs=1000,
             max_model_len=_BLOCKS * _BLOCK_SIZE // 16,
-            drafting=drafting,
+            parts=build_text_parts(masks, drafts),
         )
         self._executor = KnownAnswers()
-        self._steps = Steps(self._scheduler, self._executor, 0, masks=masks)
+        self._steps = Steps(self._scheduler, self._executor, 0)
         self._now = 0.0
 
     def serve(self, name: str, kind: Kind, streams: int, namespace: str, first: int) -> float:
@@ -204,10 +200,9 @@ def gains(bench: Bench, recorded: Recorded, table: Mapping[str, Kind], streams: 
     """Return the tokens per second of each column, kind and number of streams, over those without drafts."""
     paces: dict[str, dict[tuple[str, int], list[float]]] = {}
     for column, sources in {NONE: frozenset[str](), **COLUMNS}.items():
-        drafting = None if column == NONE else SomeDrafting(sources)
-        most = 0 if drafting is None else drafting.most_forced
-        masks = PatientMasks(bench.tokenizer_json, bench.vocab_size, bench.eos, most_drafts=most)
-        replay = Replay(recorded, drafting, masks)
+        drafts = Drafts() if column == NONE else SomeDrafting(sources)
+        masks = PatientMasks(bench.tokenizer_json, bench.vocab_size, bench.eos, most_drafts=drafts.most_forced)
+        replay = Replay(recorded, drafts, masks)
         found = paces[column] = {(name, number): [] for name in table for number in streams}
         for turn in range(rounds):
             for (name, number), own in found.items():

@@ -23,10 +23,11 @@ import click
 from tokenizers import Tokenizer
 
 from benchmarks.constrained import SCHEMA
+from benchmarks.token_engine import advance
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
-from moeserve.engine.planner import build_caches, build_scheduler
+from moeserve.engine.planner import build_caches, build_drafts, build_scheduler, build_text_parts
 from moeserve.engine.rank import Rank
 from moeserve.frontend.dialects.formats import constraint_of, of_calls
 from moeserve.frontend.dialects.internal import OutputFormat, Tool
@@ -36,6 +37,8 @@ from moeserve.model.demo import ensure_demo
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.source import resolve_model
 from moeserve.plan import Asked, Request, SamplingParams
+from moeserve.scheduling.drafting import Drafting
+from moeserve.scheduling.grammars import Drafts
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import LocalExecutor, Steps
 from moeserve.settings.drafts import parse_speculative
@@ -166,6 +169,8 @@ class Service:
 
     scheduler: Scheduler
     steps: Steps
+    masks: GrammarMasks
+    drafts: Drafts
     clock: Callable[[], float]
     num_served: int = 0
     step_s: list[float] = field(default_factory=list)
@@ -187,7 +192,7 @@ class Service:
             self.scheduler.add(Request(f"{self.num_served}", prompt[:], own, namespace, asked=Asked(predicted=guess)))
         while True:
             self.scheduler.set_time(began := self.clock())
-            outputs = self.steps.advance()
+            outputs = advance(self.steps, self.masks)
             if outputs is None:
                 break
             for output in outputs:
@@ -203,8 +208,9 @@ class Service:
     @property
     def drafted(self) -> tuple[int, int]:
         """The draft tokens so far, and how many were right."""
-        counters = self.scheduler.draft_counters
-        return (0, 0) if counters is None else (counters.tokens, sum(counters.accepted))
+        if not isinstance(self.drafts, Drafting):
+            return 0, 0
+        return self.drafts.counters.tokens, sum(self.drafts.counters.accepted)
 
 
 @dataclass(slots=True)
@@ -241,12 +247,13 @@ class Bench:
                 ranks[predicts] = load_rank(folder, plan_model(folder, config), config, lambda _: None).start()
             rank = ranks[predicts]
             caches = build_caches(config, rank.model.kv)
-            scheduler = build_scheduler(config, rank.model.kv, caches, rope_switch=rank.model.rope_switch)
-            most, eos = scheduler.most_forced_drafts, tuple(rank.model.eos_token_ids)
-            masks = GrammarMasks(tokenizer, rank.model.spec.vocab_size, eos, most_drafts=most)
+            drafts, eos = build_drafts(config, rank.model.kv), tuple(rank.model.eos_token_ids)
+            masks = GrammarMasks(tokenizer, rank.model.spec.vocab_size, eos, most_drafts=drafts.most_forced)
             self._masks.append(masks)
-            steps = Steps(scheduler, LocalExecutor(rank.runner), rank.depth, masks=masks)
-            self.services[method] = Service(scheduler, steps, clock)
+            parts, switch = build_text_parts(masks, drafts), rank.model.rope_switch
+            scheduler = build_scheduler(config, rank.model.kv, caches, rope_switch=switch, parts=parts)
+            steps = Steps(scheduler, LocalExecutor(rank.runner), rank.depth)
+            self.services[method] = Service(scheduler, steps, masks, drafts, clock)
         self.eos, self.tokenizer_json, self.vocab_size = eos, tokenizer, rank.model.spec.vocab_size
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ def ranked_ms(
         max_num_batched_tokens=num_ranks * num_running,
         max_num_queued_reqs=num_ranks * num_running,
         max_model_len=256,
-        drafting=None if text is None else Drafting(SpeculativeConfig("auto")),
+        parts=[] if text is None else [Drafting(SpeculativeConfig("auto"))],
     )
     for number in range(num_ranks * num_running):
         prompt = array("i", [number + 1, number + 2])

@@ -12,10 +12,15 @@ from experts.prediction.prefetcher import PrefetchObserver
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
-from moeserve.engine.planner import build_caches, build_scheduler
+from moeserve.engine.planner import build_caches, build_drafts, build_scheduler, build_text_parts
+from moeserve.engine.rank import Rank
+from moeserve.grammars.made_masks import MaskMaker
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.plan import Asked, BeamParams, FinishReason, FoundText, Request, SamplingParams, TokenLogprobs
-from moeserve.scheduling.steps import LocalExecutor, Steps
+from moeserve.scheduling.outcomes import RequestOutput
+from moeserve.scheduling.steps import Executor, LocalExecutor, Steps
+
+_MASK_SECONDS = 0.002  # of one wait for a mask where nothing can be computed
 
 
 @dataclass(slots=True)
@@ -29,6 +34,15 @@ class Completion:
     found: list[FoundText] = field(default_factory=list)
 
 
+def advance(steps: Steps, masks: MaskMaker) -> list[RequestOutput] | None:
+    """Do what `Steps.advance` does, but wait a moment where nothing can be computed before a mask is made."""
+    outputs = steps.advance()
+    if outputs is None and masks.is_awaited:
+        masks.wait(_MASK_SECONDS)
+        return []
+    return outputs
+
+
 class TokenEngine:
     """A model in this process, with the service's scheduler and prefix cache."""
 
@@ -40,20 +54,19 @@ class TokenEngine:
         config = replace(config or ServeConfig(), record_experts=False)
         directory = Path(model_dir)
         rank = load_rank(directory, plan_model(directory, config), config, lambda _: None).start()
-        self._rank = rank
-        self.spec = rank.model.spec
         self.experts = rank.memory
+        self._schedule(directory, config, rank, LocalExecutor(rank.runner))
+
+    def _schedule(self, directory: Path, config: ServeConfig, rank: Rank, executor: Executor) -> None:
+        """Make the scheduler and what belongs to it. rank: the first one."""
         model = rank.model
-        caches = build_caches(config, model.kv)
-        self.scheduler = build_scheduler(config, model.kv, caches, rope_switch=model.rope_switch)
-        self.masks = GrammarMasks(
-            directory / "tokenizer.json",
-            model.spec.vocab_size,
-            model.eos_token_ids,
-            most_drafts=self.scheduler.most_forced_drafts,
-        )
-        self.steps = Steps(self.scheduler, LocalExecutor(rank.runner), rank.depth, masks=self.masks)
-        self._count = 0
+        self._rank, self.spec, self._count = rank, model.spec, 0
+        caches, self.drafts = build_caches(config, model.kv), build_drafts(config, model.kv)
+        tokenizer, most = directory / "tokenizer.json", self.drafts.most_forced
+        self.masks = GrammarMasks(tokenizer, model.spec.vocab_size, model.eos_token_ids, most_drafts=most)
+        parts = build_text_parts(self.masks, self.drafts)
+        self.scheduler = build_scheduler(config, model.kv, caches, rope_switch=model.rope_switch, parts=parts)
+        self.steps = Steps(self.scheduler, executor, rank.depth)
 
     @contextmanager
     def without_prefetching(self) -> Iterator[None]:
@@ -98,7 +111,7 @@ class TokenEngine:
                 request_id, array("i", prompt), own, asked=Asked(predicted=array("i", guess)), beam_params=beams
             )
             self.scheduler.add(request)
-        while (outputs := self.steps.advance()) is not None:
+        while (outputs := advance(self.steps, self.masks)) is not None:
             for output in outputs:
                 if output.error is not None:
                     raise RuntimeError(output.error)

@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from moeserve.kv_transfer import KvTicket
-from moeserve.thoughts import BudgetedThought, ThoughtBudget
+from moeserve.thoughts import ThoughtBudget
 from radix_cache import Lease, Miss, Room, Snapshot
 
 
@@ -140,6 +140,7 @@ class Asked:
     least_cached: float = 0.0  # the share of the prompt that must be cached for the request to be computed
     has_tools: bool = False  # the answer may call tools
     offers_kv: bool = False  # the blocks of the prompt are to be held for another service
+    thought: ThoughtBudget | None = None  # the bound for the answer's thoughts
     predicted: array[int] = field(default_factory=lambda: array("i"))  # the answer as its client predicts it
     progress: bool = False  # the client wants to know how far its prompt is
 
@@ -193,16 +194,9 @@ class Request:
     tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`. `miss`
     explains where the match of the prompt ended, until an output carries it. `state` is set with the lease if the model
     has recurrent states and a slot was free. `arrived_at` is on the scheduler's clock; `num_uncached_tokens` of the
-    prompt were not cached then. `yields`: it must leave its place as soon as no plan in flight names it. `mask`: the
-    tokens that its grammar allows next (see `ChunkExtras`), None while they are not known.
-
-    `draft_tokens` are guesses of the tokens that follow `token_ids`, made with the last commit; where there is a
-    grammar, `draft_masks` are the masks after each of them. Guesses in flight do not count as scheduled tokens.
-    `judged` counts the tokens of `asked.predicted` that were verified as drafts and were right, or wrong, until an
-    output carries them.
-
-    `thought` follows the thought of a request that has a budget for it. `num_forced_tokens`: the tokens behind the last
-    sampled one, which ended the thought and were not sampled; they are computed together.
+    prompt were not cached then. `yields`: it must leave its place as soon as no plan in flight names it. Draft tokens
+    in flight do not count as scheduled tokens. `num_forced_tokens`: the tokens behind the last sampled one, which parts
+    have forced; they are computed together.
 
     `beam_params` make the request a beam search. It computes the prompt itself; `beams` are the requests of its present
     beams, whose `leader` it is. They are in no queue and end with it. Their ids are `ID/NUMBER` (`owner_of`).
@@ -253,22 +247,14 @@ class Request:
     ticket: KvTicket | None = None
     offered: KvTicket | None = None
     is_always_plain: bool = field(init=False)
-    mask: bytes | None = None
-    draft_tokens: array[int] = field(default_factory=lambda: array("i"))
-    draft_masks: tuple[bytes, ...] = ()
-    judged: tuple[int, int] = (0, 0)
-    budget: InitVar[ThoughtBudget | None] = None
-    thought: BudgetedThought | None = field(init=False, default=None)
     num_forced_tokens: int = 0
     earlier_output: InitVar[array[int] | None] = None
     beam_params: BeamParams | None = None
     beams: list[Request] = field(default_factory=list)
     leader: Request | None = None
 
-    def __post_init__(self, budget: ThoughtBudget | None, earlier_output: array[int] | None) -> None:
+    def __post_init__(self, earlier_output: array[int] | None) -> None:
         self.num_prompt_tokens = self.num_uncached_tokens = len(self.token_ids)
-        if budget is not None:
-            self.thought = BudgetedThought(budget, earlier_output or ())
         if earlier_output:
             self.token_ids = self.token_ids + earlier_output
             self.num_preemptions = 1
@@ -276,17 +262,6 @@ class Request:
         self.is_always_plain = not (
             sampling.needs_history or sampling.min_tokens or sampling.prompt_logprobs is not None
         )
-
-    def append(self, token_id: int) -> None:
-        """Add the next token of the output."""
-        self.token_ids.append(token_id)
-        if self.thought is not None:
-            self.thought.push(token_id)
-
-    @property
-    def forced_next(self) -> tuple[int, ...]:
-        """The tokens that have to come next, whatever is sampled; none for most requests."""
-        return () if self.thought is None else self.thought.due
 
     @property
     def is_in_flight(self) -> bool:
@@ -318,11 +293,6 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def lacks_mask(self) -> bool:
-        """True if no step may compute the request yet, because the tokens that its grammar allows are not known."""
-        return self.mask is None and self.sampling.grammar is not None
 
     @property
     def is_plain(self) -> bool:

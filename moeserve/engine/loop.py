@@ -16,7 +16,6 @@ from moeserve.engine.experts.monitor import ExpertMonitor
 from moeserve.engine.inbox import Inbox
 from moeserve.engine.socket import EngineSocket
 from moeserve.plan import NO_WISH, Asked, CacheWish, FinishReason, PromptProgress, Request
-from moeserve.scheduling.drafting import DraftCounters
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
 from moeserve.scheduling.parts import Part, overriding
 from moeserve.scheduling.scheduler import Scheduler
@@ -113,7 +112,6 @@ class Engine:
             self._drop_late()
             for turn in self._turn:
                 turn()
-            self._send_outputs(self._scheduler.end_declined())
             outputs = self._steps.advance(self._send_prompts)
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
@@ -224,12 +222,12 @@ class Engine:
             terms=message.terms,
             arrived_at=time.monotonic() if message.arrived_at is None else message.arrived_at,
             resumes=message.resumes,
-            budget=message.thought,
             earlier_output=output,
             asked=Asked(
                 message.cache_hit_threshold,
                 message.has_tools,
                 message.offers_kv,
+                message.thought,
                 predicted,
                 message.reports_progress,
             ),
@@ -384,17 +382,6 @@ class EngineStats:
             rejections=dict(self._rejections),
             step_seconds=self._step_seconds,
             queue_seconds=queue_seconds,
-            features=features | _draft_samples(self._scheduler.draft_counters),
+            features=features,
             load=self._scheduler.load(),
         )
-
-
-def _draft_samples(counters: DraftCounters | None) -> FeatureSamples:
-    if counters is None:
-        return {}
-    return {
-        "moeserve_draft_chunks": [[counters.chunks]],
-        "moeserve_draft_tokens": [[counters.tokens]],
-        "moeserve_draft_accepted_tokens": [[sum(counters.accepted)]],
-        "moeserve_draft_accepted_tokens_per_pos": [[str(p), count] for p, count in enumerate(counters.accepted)],
-    }

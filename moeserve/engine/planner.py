@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget, step_budget
 from moeserve.engine.prompt_watch import PromptWatch
+from moeserve.grammars.made_masks import MaskMaker
 from moeserve.scheduling.cold_requests import ColdRequests
 from moeserve.scheduling.drafting import Drafting
+from moeserve.scheduling.grammars import Drafts, Grammars
 from moeserve.scheduling.lower_tier import num_kept_free
 from moeserve.scheduling.pacing import Pace, service_slo
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.thought_budgets import ThoughtBudgets
 from moeserve.scheduling.tool_waits import ToolWaits
 from moeserve.scheduling.trials import Trial
 from moeserve.settings.drafts import parse_speculative
@@ -59,13 +62,23 @@ def build_pace(config: ServeConfig, device: str, warm_up: Sequence[tuple[int, fl
 
 
 def build_parts(
-    caches: Sequence[PrefixCache], suspects_until: Callable[[str], int], pace: Pace, sources: Sequence[Part] = ()
+    caches: Sequence[PrefixCache],
+    suspects_until: Callable[[str], int],
+    pace: Pace,
+    sources: Sequence[Part] = (),
+    text_parts: Sequence[Part] = (),
 ) -> list[Part]:
     """Return the parts of a service's scheduler, in their order.
 
-    suspects_until: see `Trial`. sources: of KV beside memory, other services before the tier below memory.
+    suspects_until: see `Trial`. sources: of KV beside memory, other services before the tier below memory. text_parts:
+    see `build_text_parts`.
     """
-    return [ColdRequests(), *sources, Trial(suspects_until), ToolWaits(caches), PromptWatch(pace)]
+    return [ColdRequests(), *sources, Trial(suspects_until), *text_parts, ToolWaits(caches), PromptWatch(pace)]
+
+
+def build_text_parts(masks: MaskMaker, drafts: Drafts) -> list[Part]:
+    """Return the parts that say how texts go on, in their order."""
+    return [ThoughtBudgets(), drafts, Grammars(masks, drafts)]
 
 
 def build_scheduler(
@@ -98,19 +111,18 @@ def build_scheduler(
         states=StatePolicy(num_slots) if num_slots else None,
         pace=pace,
         rope_switch=rope_switch,
-        drafting=_drafting(config, has_states=num_slots > 0, run_ahead=depth > 0),
         parts=parts,
     )
 
 
-def _drafting(config: ServeConfig, *, has_states: bool, run_ahead: bool) -> Drafting | None:
-    """Return what makes draft tokens, None for none. Raise ConfigError if they were never tried there.
+def build_drafts(config: ServeConfig, kv: KvBudget, depth: int = 0) -> Drafts:
+    """Return the part that makes draft tokens, or none of them. Raise ConfigError if they were never tried there.
 
-    `auto` makes none where nothing was measured: where steps are planned ahead.
+    `auto` makes none where nothing was measured: where steps are planned ahead. depth: see `Steps`.
     """
-    speculative = parse_speculative(config.speculative_config)
+    speculative, run_ahead = parse_speculative(config.speculative_config), depth > 0
     if speculative.method == "none" or (speculative.method == "auto" and run_ahead):
-        return None
-    if has_states and run_ahead:
+        return Drafts()
+    if kv.num_state_slots and run_ahead:
         raise ConfigError("--speculative-config: models with recurrent states get draft tokens on a CPU alone.")
     return Drafting(speculative)

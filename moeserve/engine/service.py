@@ -33,7 +33,14 @@ from moeserve.engine.kv_host import HostCopier, HostedBlocks, KvHost, disk_copie
 from moeserve.engine.kv_transfer.exchange import KvExchange, KvLinks
 from moeserve.engine.loop import Engine
 from moeserve.engine.memory_plan import ModelPlan, plan_model
-from moeserve.engine.planner import build_caches, build_pace, build_parts, build_scheduler
+from moeserve.engine.planner import (
+    build_caches,
+    build_drafts,
+    build_pace,
+    build_parts,
+    build_scheduler,
+    build_text_parts,
+)
 from moeserve.engine.rank import Rank, ServedModel
 from moeserve.engine.ranks.copies import RankCopies
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
@@ -180,24 +187,24 @@ def serve(
     pace = build_pace(config, model.device, rank.warm_up)
     links = _open_links(context, rank, caches[0], pace)
     tier = None if lower is None else LowerTier(caches, pace, Overflow(config.kv_overflow), lower.read_s)
-    parts = build_parts(caches, suspects.until, pace, _kv_parts(links, tier))
-    switch = model.rope_switch
-    scheduler = build_scheduler(
-        config, model.kv, caches, model.device, depth=rank.depth, rope_switch=switch, pace=pace, parts=parts
-    )
+    drafts, switch = build_drafts(config, model.kv, rank.depth), model.rope_switch
     with ExitStack() as ends:
         if links is not None:
             ends.callback(links.close)
+        tokenizer = Path(context.model_dir) / "tokenizer.json"
+        masks = GrammarMasks(tokenizer, model.spec.vocab_size, model.eos_token_ids, most_drafts=drafts.most_forced)
+        ends.callback(masks.close)
+        parts = build_parts(caches, suspects.until, pace, _kv_parts(links, tier), build_text_parts(masks, drafts))
+        scheduler = build_scheduler(
+            config, model.kv, caches, model.device, depth=rank.depth, rope_switch=switch, pace=pace, parts=parts
+        )
         sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ends.callback(sockets.term)
         socket = ends.enter_context(closing(EngineSocket(sockets, context.engine_address, context.incarnation)))
-        tokenizer, most_drafts = Path(context.model_dir) / "tokenizer.json", scheduler.most_forced_drafts
-        masks = GrammarMasks(tokenizer, model.spec.vocab_size, model.eos_token_ids, most_drafts=most_drafts)
-        ends.callback(masks.close)
         events = _start_events(kv_events, caches, sockets, ends) if kv_events.is_on else None
-        drafts, event_sources = scheduler.draft_counters is not None, [] if events is None else events.sources
-        ready = _ready(context, rank, caches[0], event_sources, drafts=drafts)
-        steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
+        event_sources = [] if events is None else events.sources
+        ready = _ready(context, rank, caches[0], event_sources, drafts=drafts.makes_any)
+        steps = Steps(scheduler, executor, rank.depth, (suspects, *observers))
         monitor = _monitor(context, model.spec, recording, sources)
         copier = None if lower is None else _start_copier(lower, rank, hosted, copies, executor)
         parts += _moves(links, tier, copier, scheduler)

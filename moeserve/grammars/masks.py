@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from moeserve.grammars.compiler import GrammarError, compile_grammar, error_of
 from moeserve.grammars.layout import Layout, allows
+from moeserve.grammars.made_masks import MadeMask, no_drafts
 from moeserve.grammars.queue import Kept, KeptGrammars
 from moeserve.grammars.threads import FairThreads, Job, QuickThreads
 from moeserve.grammars.tokens import load_tokens
@@ -57,23 +58,6 @@ class _LexerFullError(GrammarError):
 
 
 @dataclass(frozen=True, slots=True)
-class MadeMask:
-    """A request's next mask (see `ChunkExtras.mask`), or the error that ends the request.
-
-    draft_tokens: the request's drafts that the grammar allows, then `num_forced` tokens that it forces, then `num_laid`
-    tokens of the answer's layout and of what the grammar forces between them. draft_masks: the mask after each of them.
-    """
-
-    request: Request
-    mask: bytes = b""
-    error: str | None = None
-    draft_tokens: array[int] = field(default_factory=lambda: array("i"))
-    draft_masks: tuple[bytes, ...] = ()
-    num_forced: int = 0
-    num_laid: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class _Ahead:
     """A matcher's next mask and what may follow it, as in `MadeMask`. masks: the next one, then one for each draft."""
 
@@ -89,11 +73,12 @@ class _Held:
     and the layout of the output.
 
     Either `compilation` or `kept` is set: the compilation it waits for, or the grammar that its matcher copies.
-    is_alone: other requests get no copies of it.
+    is_alone: other requests get no copies of it. drafts: of the request, when it came to need its next mask.
     """
 
     request: Request
     grammar: str
+    drafts: array[int]
     matcher: LLMatcher | None = None
     compilation: _Compilation | None = None
     kept: Kept[LLMatcher] | None = None
@@ -154,8 +139,11 @@ class GrammarMasks:
         """True if a request's next mask is not made, or not taken."""
         return bool(self._awaited or self._made)
 
-    def update(self, changes: Iterable[Request]) -> None:
-        """Begin the masks of requests that need one, and free all that finished requests hold."""
+    def update(self, changes: Iterable[Request], drafts_of: Callable[[Request], array[int]] = no_drafts) -> None:
+        """Begin the masks of requests that need one, and free all that finished requests hold.
+
+        drafts_of: returns a request's drafts, behind each of which its grammar makes a mask as well.
+        """
         for request in changes:
             held = self._held.get(request)
             if request.finished:
@@ -164,8 +152,9 @@ class GrammarMasks:
                 continue
             self._awaited.add(request)
             if held is None:
-                self._begin(request)
+                self._begin(request, drafts_of(request))
             else:
+                held.drafts = drafts_of(request)
                 self._advance(held)
 
     def take(self, seconds: float = 0.0) -> list[MadeMask]:
@@ -192,10 +181,10 @@ class GrammarMasks:
         self._quick.close()
         self._slow.close()
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: Request, drafts: array[int]) -> None:
         """Find or compile the grammar of a request."""
         assert request.sampling.grammar is not None
-        held = self._held[request] = _Held(request, request.sampling.grammar)
+        held = self._held[request] = _Held(request, request.sampling.grammar, drafts)
         kept = self._kept.use(held.grammar)
         if kept is not None:
             if kept.num_users == 1:
@@ -248,7 +237,7 @@ class GrammarMasks:
         assert matcher is not None
         output = request.token_ids[request.num_prompt_tokens + held.num_consumed :].tolist()
         held.num_consumed += len(output)
-        sampling, drafts = request.sampling, request.draft_tokens
+        sampling, drafts = request.sampling, held.drafts
         # The number of masks from the first on without the tokens that would end the request.
         num_banned = max(0, sampling.min_tokens - request.num_output_tokens)
         banned = (sampling.stop_token_ids, num_banned)
@@ -259,7 +248,7 @@ class GrammarMasks:
             self._advanced(held, job)
 
         def advance() -> _Ahead:
-            _consume(matcher, output, may_be_cut=request.thought is not None)
+            _consume(matcher, output, may_be_cut=request.asked.thought is not None)
             if self._most_drafts:
                 held.layout.read(output, self._tokens.result())
             return _look_ahead(matcher, drafts, held.layout, banned, *limits)

@@ -135,7 +135,7 @@ class Beams:
             parent = before[beam.parent]
             if beam.parent in free:
                 free.remove(beam.parent)
-                parent.append(beam.token_ids[-1])
+                parent.token_ids.append(beam.token_ids[-1])
                 after.append(parent)
             else:
                 after.append(self._forked(group, parent, beam))

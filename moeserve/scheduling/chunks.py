@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 
-from moeserve.plan import Request
+from moeserve.plan import Chunk, Request
 from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.fair_queue import Tenants
 from moeserve.scheduling.parts import Parts
-from moeserve.scheduling.plan_draft import PlanDraft
+from moeserve.scheduling.plan_draft import NO_DRAFTS, PlanDraft
 from moeserve.scheduling.request_memory import RequestMemory
 from moeserve.scheduling.running import Running
 
@@ -47,9 +48,9 @@ class Chunks:
                 lacking.append(beam)
         return lacking
 
-    def plan_known(self, request: Request, num_drafts: int, draft: PlanDraft) -> None:
+    def plan_known(self, request: Request, drafts: array[int], draft: PlanDraft) -> None:
         """Plan the few tokens that a request lacks, with drafts after them if there is memory for them."""
-        memory, count = self._memories[request.rank], request.num_pending_tokens
+        memory, count, num_drafts = self._memories[request.rank], request.num_pending_tokens, len(drafts)
         has_room = num_drafts and count + num_drafts <= draft.budgets[request.rank]
         new = memory.grow(request, count + num_drafts, sparing=True) if has_room else None
         if new is None:
@@ -58,13 +59,15 @@ class Chunks:
         if new:
             draft.zero(request.rank, new, memory.windows_of(new))
         state = memory.use_state(request, count, num_drafts)
-        draft.add(request, count, state, memory.window_table(request), num_drafts)
-        self._record_planned(request, count + num_drafts)
+        chunk = draft.add(request, count, state, memory.window_table(request), drafts)
+        self._record_planned(request, count + num_drafts, chunk)
 
-    def plan_run(self, requests: Sequence[Request], first: int, draft: PlanDraft, num_drafts: Mapping[str, int]) -> int:
+    def plan_run(
+        self, requests: Sequence[Request], first: int, draft: PlanDraft, drafts: Mapping[str, array[int]]
+    ) -> int:
         """Plan the token that each request lacks and its drafts, from place `first` on, up to one that lacks memory.
 
-        This is the case of most requests of a large step, whose cost grows with their number. num_drafts: by request,
+        This is the case of most requests of a large step, whose cost grows with their number. drafts: by request id,
         where there are any. Return the place of the request that is not planned, the number of requests without one.
         """
         budgets, block_sizes, place = draft.budgets[:], self._block_sizes, first
@@ -84,7 +87,7 @@ class Chunks:
                 or not block_size
             ):
                 break
-            count = 1 + num_drafts.get(request.request_id, 0) if num_drafts else 1
+            count = 1 + len(drafts.get(request.request_id, NO_DRAFTS)) if drafts else 1
             if budgets[rank] < count:
                 break
             if start + count > len(lease.block_ids) * block_size:
@@ -98,7 +101,7 @@ class Chunks:
             place = len(requests)
         if place > first:
             planned = requests[first:place]
-            draft.add_next(planned, counts)
+            draft.add_next(planned, counts, drafts)
             self._tenants.charge_each(planned, counts)
         return place
 
@@ -131,19 +134,16 @@ class Chunks:
             count = wanted
         if new:
             draft.zero(rank, new, memory.windows_of(new))
-        draft.add(request, count, memory.use_state(request, count), memory.window_table(request))
-        self._record_planned(request, count)
+        chunk = draft.add(request, count, memory.use_state(request, count), memory.window_table(request))
+        self._record_planned(request, count, chunk)
 
     def plan_unsampled(self, request: Request, previous: PlanDraft, draft: PlanDraft) -> None:
         """Plan the token that the `previous` plan will sample for a request, if it is sure to continue with it.
 
-        A grammar's mask depends on that token, and so may the end of a thought: such requests wait for the commit. The
-        device counts the token for penalties. No request is preempted: after the commit this one has its turn like any
-        other.
+        Where parts need that token the request waits for the commit. The device counts the token for penalties. No
+        request is preempted: after the commit this one has its turn like any other.
         """
-        if request.sampling.grammar is not None or request.num_output_tokens + 1 >= request.sampling.max_tokens:
-            return
-        if request.thought is not None and request.thought.may_be_due_next:
+        if request.num_output_tokens + 1 >= request.sampling.max_tokens or self._parts.need_token(request):
             return
         if request.num_planned_tokens == self._rope_switch and not request.first_angle:
             return
@@ -155,10 +155,10 @@ class Chunks:
         if new is not None:
             if new:
                 draft.zero(request.rank, new, memory.windows_of(new))
-            draft.add_unsampled(request, drawn_by, memory.use_state(request, 1), memory.window_table(request))
-            self._record_planned(request, 1)
+            state, window = memory.use_state(request, 1), memory.window_table(request)
+            self._record_planned(request, 1, draft.add_unsampled(request, drawn_by, state, window))
 
-    def _record_planned(self, request: Request, num_tokens: int) -> None:
+    def _record_planned(self, request: Request, num_tokens: int, chunk: Chunk) -> None:
         self._tenants.charge(request, num_tokens)
         if self._parts.watched:
-            self._parts.record_planned(request.leader or request)
+            self._parts.record_planned(request.leader or request, chunk)

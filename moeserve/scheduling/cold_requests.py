@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moeserve.plan import FinishReason, Request
-from moeserve.scheduling.parts import Part, Prefixes
+from moeserve.scheduling.parts import Decline, Part, Prefixes
 
 
 class ColdRequests(Part):
@@ -23,12 +23,13 @@ class ColdRequests(Part):
             self._undecided[request.request_id] = request
         return False
 
-    def declined(self, prefixes: Prefixes) -> Iterator[tuple[Request, FinishReason]]:
+    def declined(self, prefixes: Prefixes) -> Iterator[Decline]:
         for request in list(self._undecided.values()):
             if prefixes.is_looked_for(request):
                 continue
             if self._is_cold(request, prefixes):
-                yield request, FinishReason.CACHE_THRESHOLD
+                prefixes.count_found(request)
+                yield Decline(request, FinishReason.CACHE_THRESHOLD)
             del self._undecided[request.request_id]
 
     def sought_first(self) -> list[Request]:

@@ -7,16 +7,17 @@ never changes a token.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from moeserve.plan import Chunk, Request
+from moeserve.plan import Chunk, ChunkResult, FinishReason, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.draft_lengths import Acceptance, Chances, Rates, best_lengths, may_pay
+from moeserve.scheduling.draft_room import DraftRoom
 from moeserve.scheduling.draft_sources import (
     CACHED_TEXT,
     FORCED,
@@ -29,6 +30,8 @@ from moeserve.scheduling.draft_sources import (
     OwnText,
     PredictedText,
 )
+from moeserve.scheduling.grammars import Drafts
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import RequestMemory
 from moeserve.settings.drafts import SpeculativeConfig
@@ -67,7 +70,7 @@ class _Known:
 
     predicted: None where the client predicts no text. num_read: the number of the request's tokens that they have seen.
 
-    Its draft tokens are those of the guess, then `num_forced` and `num_laid` tokens, see `MadeMask`.
+    tokens: its draft tokens, which are those of the guess, then `num_forced` and `num_laid` tokens, see `MadeMask`.
     """
 
     rates: Rates
@@ -76,12 +79,13 @@ class _Known:
     cached: CachedText = field(default_factory=CachedText)
     predicted: PredictedText | None = None
     guess: Guess = _NO_GUESS
+    tokens: array[int] = field(default_factory=lambda: array("i"))
     num_forced: int = 0
     num_laid: int = 0
 
-    def forget_added(self) -> None:
-        """Leave the request only the drafts of the guess."""
-        self.num_forced = self.num_laid = 0
+    def replace(self, tokens: array[int], num_forced: int = 0, num_laid: int = 0) -> None:
+        """Replace the draft tokens."""
+        self.tokens, self.num_forced, self.num_laid = tokens, num_forced, num_laid
 
 
 class _Asked(NamedTuple):
@@ -89,21 +93,27 @@ class _Asked(NamedTuple):
     without drafts. most: the number of drafts in all, not negative."""
 
     requests: Sequence[Request]
+    known: Sequence[_Known]
     rooms: Sequence[int]
     size: StepSize
     most: int
 
 
-class Drafting:
+class Drafting(Drafts):
     """Guesses the next tokens of requests, learns how good guesses are, and chooses how many to verify.
 
-    The guess for a request is its `draft_tokens`. It is judged by the tokens that follow, so a source is learnt whether
-    or not a step verifies its guesses.
+    A guess is judged by the tokens that follow, so a source is learnt whether or not a step verifies its guesses.
     """
+
+    makes_any = True
 
     def __init__(self, config: SpeculativeConfig) -> None:
         """config: of another method than `none`."""
         self._config = config
+        # `ngram` has drafts from text alone.
+        self.most_forced = 0 if config.method == "ngram" else config.num_speculative_tokens
+        # An MTP layer reads the token behind each chunk.
+        self.tells_following = config.num_predicted_tokens > 0
         self._known: dict[str, _Known] = {}
         self._acceptance = Acceptance(_FIRST_RATES)
         self._cost = CostModel()
@@ -112,31 +122,16 @@ class Drafting:
         self._pays = list[bool]()
         self.counters = DraftCounters()
 
-    @property
-    def most_forced(self) -> int:
-        """The number of drafts up to which tokens that a grammar forces are added; `ngram` has them from text alone."""
-        return 0 if self._config.method == "ngram" else self._config.num_speculative_tokens
-
-    @property
-    def reads_predictions(self) -> bool:
-        """True if steps predict drafts by an MTP layer, which needs the token behind each chunk."""
-        return self._config.num_predicted_tokens > 0
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks on which the next step may have drafts."""
-        return [rank for rank, pays in enumerate(self._pays) if pays]
-
-    def begin_commit(self, draft: PlanDraft, budget: int) -> None:
+    def begin_commit(self, draft: PlanDraft) -> None:
         """Begin to receive the tokens of a step. The number of its requests decides where the next one may draft.
 
-        On other ranks no text is read, which costs more than planning. budget: of a rank's step.
+        On other ranks no text is read, which costs more than planning.
         """
         self._allowance = _INDEXED_PER_STEP
         self._pays.clear()
         for plan, size in zip(draft.plans, draft.sizes, strict=True):
             count = len(plan.chunks)
-            most = min(count * self._config.num_speculative_tokens, _num_drafts(budget, count))
+            most = min(count * self._config.num_speculative_tokens, _num_drafts(draft.budget, count))
             self._pays.append(self._may_pay(count, most, size))
 
     def _may_pay(self, num_rows: int, most: int, size: StepSize) -> bool:
@@ -146,20 +141,17 @@ class Drafting:
         attended = size.attended / max(1, size.rows)
         return may_pay(num_rows, most, lambda rows: self._cost.seconds(rows, attended * rows))
 
-    def read(
+    def followed(
         self,
         request: Request,
         memory: RequestMemory,
-        new_tokens: Sequence[int],
         chunk: Chunk,
-        num_accepted: int,
-        predicted: Sequence[int] = (),
+        computed: ChunkResult,
+        outputs: Sequence[RequestOutput],
     ) -> None:
-        """Learn from the newest tokens of a request, and guess the next.
-
-        memory: of its rank. new_tokens: the end of its tokens, empty while its prompt is computed. chunk: brought them,
-        and its first `num_accepted` drafts were right. predicted: what an MTP layer has predicted behind them.
-        """
+        """Learn from the newest tokens of a request, and guess the next."""
+        num_new = len(outputs) if outputs and outputs[-1].token_id is not None else 0
+        num_accepted = max(0, num_new - request.num_forced_tokens - 1)
         if chunk.num_drafts:
             self.counters.count(chunk, num_accepted)
         known = self._known.get(request.request_id)
@@ -168,64 +160,59 @@ class Drafting:
             known = _Known(self._acceptance.of_request(), request.num_prompt_tokens, predicted=text)
             self._known[request.request_id] = known
         if not self._pays[request.rank] and not chunk.num_drafts:
-            known.forget_added()
-            request.draft_masks = ()
-            if request.draft_tokens:
-                request.draft_tokens = array("i")
+            known.replace(_NO_GUESS.tokens)
             return
         self._allowance -= known.own.extend(request.token_ids, self._allowance)
-        if not new_tokens:
+        if not num_new:
             return
         # After steps that were not read, these are the tokens of several steps.
         new_tokens, known.num_read = request.token_ids[known.num_read :], len(request.token_ids)
         self._judge(known, known.guess, new_tokens)
         if known.guess.source == PREDICTED_TEXT and chunk.num_drafts:
-            _count_predicted(request, known.guess, chunk, num_accepted)
-        self._judge_added(request, known, new_tokens)
+            outputs[0].judged = _judged(known.guess, chunk, num_accepted)
+        self._judge_added(known, new_tokens)
         known.cached.follow(new_tokens)
         if known.predicted is not None:
             known.predicted.follow(new_tokens, request.token_ids[-min(request.num_output_tokens, _TAIL) :])
+        # Behind other tokens than the sampled ones nothing was predicted.
+        is_sampled = num_new == len(computed.tokens) and not request.num_forced_tokens
+        predicted = computed.drafts if is_sampled else ()
         guesses = (self._until_stop(request, guess) for guess in self._guesses(request, known, memory, predicted))
         known.guess = next((guess for guess in guesses if guess.tokens), _NO_GUESS)
-        known.forget_added()
-        request.draft_masks = ()
-        request.draft_tokens = known.guess.tokens
+        known.replace(known.guess.tokens)
 
-    def receive(
-        self,
-        request: Request,
-        draft_tokens: array[int],
-        draft_masks: Sequence[bytes],
-        num_forced: int,
-        num_laid: int = 0,
-    ) -> None:
-        """Replace a request's drafts by those that its grammar allows and adds, see `MadeMask`.
+    def of(self, request: Request) -> array[int]:
+        known = self._known.get(request.request_id)
+        return _NO_GUESS.tokens if known is None else known.tokens
 
-        A request without tokens of its own yet gets no drafts.
-        """
+    def receive(self, request: Request, tokens: array[int], num_forced: int, num_laid: int) -> None:
+        """Replace a request's drafts. A request without tokens of its own yet gets none."""
         known = self._known.get(request.request_id)
         if known is not None:
-            known.num_forced, known.num_laid = num_forced, num_laid
-            request.draft_tokens, request.draft_masks = draft_tokens, tuple(draft_masks)
+            known.replace(tokens, num_forced, num_laid)
 
-    def forget(self, request: Request) -> None:
+    def left(self, request: Request, reason: FinishReason) -> None:
         self._known.pop(request.request_id, None)
 
-    def count_step(self, size: StepSize, seconds: float) -> None:
+    def counted(self, size: StepSize, seconds: float, *, has_prompts: bool) -> None:
         """Learn from the seconds of a step without prompts."""
-        self._cost.observe(size.rows, size.attended, seconds)
+        if not has_prompts:
+            self._cost.observe(size.rows, size.attended, seconds)
 
-    def plan(self, decodes: Mapping[int, Sequence[Request]], draft: PlanDraft, room: DraftRoom) -> dict[str, int]:
-        """Return by request how many of its drafts a step should verify, where there are any.
+    def drafts(self, draft: PlanDraft, room: DraftRoom) -> dict[str, array[int]]:
+        """Return by request the drafts that the step should verify, where there are any.
 
-        decodes: by rank, requests that lack one token, or none but the one that is being sampled; tokens lost with a
-        state do not count.
+        A request whose token the previous plan will sample is among them if it should wait for that token, because its
+        drafts can only follow it.
         """
+        if not any(known.tokens for known in self._known.values()):
+            return {}
         asked = list[_Asked]()
-        for rank, own in decodes.items():
-            guessed = [request for request in own if request.draft_tokens]
+        for rank, own in room.decodes([rank for rank, pays in enumerate(self._pays) if pays]).items():
+            guessed = [request for request in own if self.of(request)]
             if not guessed:
                 continue
+            known = [self._known[request.request_id] for request in guessed]
             # Only tokens lost with a state make a decode's chunk more than one row.
             if own[0].state is None:
                 rows, attended = len(own), sum([len(request.token_ids) for request in own])
@@ -233,16 +220,29 @@ class Drafting:
                 counts = list(map(_num_rows, own))
                 rows = sum(counts)
                 attended = sum([len(request.token_ids) * count for request, count in zip(own, counts, strict=True)])
-            size = StepSize(rows, float(attended))
-            most = min(_num_drafts(draft.budgets[rank], rows), sum([len(request.draft_tokens) for request in guessed]))
+            size, num_guessed = StepSize(rows, float(attended)), [len(one.tokens) for one in known]
+            most = min(_num_drafts(draft.budgets[rank], rows), sum(num_guessed))
             # Rows that are computed again give no token, so that drafts behind them may pay sooner.
             if rows == len(own) and not self._may_pay(rows, most, size):
                 continue
-            asked.append(_Asked(guessed, room.of_rank(rank, guessed), size, most))
-        num_drafts: dict[str, int] = {}
+            asked.append(_Asked(guessed, known, room.of_rank(rank, guessed, num_guessed), size, most))
+        drafts: dict[str, array[int]] = {}
         for each, lengths in zip(asked, self._lengths(asked), strict=True):
-            num_drafts |= {r.request_id: n for r, n in zip(each.requests, lengths, strict=True) if n}
-        return num_drafts
+            drafts |= {
+                request.request_id: one.tokens[:length]
+                for request, one, length in zip(each.requests, each.known, lengths, strict=True)
+                if length
+            }
+        return drafts
+
+    def samples(self) -> dict[str, list[list[str | int | float]]]:
+        counters = self.counters
+        return {
+            "moeserve_draft_chunks": [[counters.chunks]],
+            "moeserve_draft_tokens": [[counters.tokens]],
+            "moeserve_draft_accepted_tokens": [[sum(counters.accepted)]],
+            "moeserve_draft_accepted_tokens_per_pos": [[str(p), count] for p, count in enumerate(counters.accepted)],
+        }
 
     def _lengths(self, asked: Sequence[_Asked]) -> Sequence[Sequence[int]]:
         """Return by rank how many drafts of each request the next step should verify."""
@@ -251,16 +251,12 @@ class Drafting:
         rooms = [room for each in asked for room in each.rooms]
         if not any(rooms):
             return [[0] * len(each.rooms) for each in asked]
-        requests = [request for each in asked for request in each.requests]
-        known = [self._known[request.request_id] for request in requests]
+        known = [one for each in asked for one in each.known]
         # All ranks at once: for a few rows the cost of such arithmetic is per call.
         chances = self._acceptance.chances(
             [each.rates for each in known],
             [each.guess for each in known],
-            [
-                len(request.draft_tokens) - each.num_forced - each.num_laid
-                for request, each in zip(requests, known, strict=True)
-            ],
+            [len(each.tokens) - each.num_forced - each.num_laid for each in known],
             [each.num_forced for each in known],
             rooms,
         )
@@ -287,9 +283,9 @@ class Drafting:
         num_told = min(num_right + 1, len(guess.tokens), len(new_tokens))
         self._acceptance.count(known.rates, guess.source, guess.num_matched, num_right, num_told)
 
-    def _judge_added(self, request: Request, known: _Known, new_tokens: Sequence[int]) -> None:
+    def _judge_added(self, known: _Known, new_tokens: Sequence[int]) -> None:
         """Learn whether forced tokens, and then those of the layout, came where all drafts before them were right."""
-        drafts, laid = request.draft_tokens, len(request.draft_tokens) - known.num_laid
+        drafts, laid = known.tokens, len(known.tokens) - known.num_laid
         for source, first, end in ((FORCED, laid - known.num_forced, laid), (LAYOUT, laid, len(drafts))):
             if first < end and array("i", new_tokens[:first]) == drafts[:first]:
                 self._judge(known, Guess(source, 0, drafts[first:end]), new_tokens[first:])
@@ -315,80 +311,11 @@ class Drafting:
         return guess if tokens is guess.tokens else guess._replace(tokens=tokens)
 
 
-def _count_predicted(request: Request, guess: Guess, chunk: Chunk, num_accepted: int) -> None:
-    """Count the first drafts of a chunk that come from the text that the client predicts."""
+def _judged(guess: Guess, chunk: Chunk, num_accepted: int) -> tuple[int, int]:
+    """Count the first drafts of a chunk that come from the text that the client predicts: right and wrong ones."""
     num_predicted = guess.num_right(chunk.token_ids[-chunk.num_drafts :])
     num_right = min(num_accepted, num_predicted)
-    right, wrong = request.judged
-    request.judged = right + num_right, wrong + num_predicted - num_right
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRoom:
-    """How many drafts the next chunks of requests may have.
-
-    memories: by rank. num_running: the requests of all ranks that may need a block. num_coming: the waiting requests
-    that may get a place. rope_switch: see `Scheduler`.
-    """
-
-    memories: Sequence[RequestMemory]
-    num_running: int
-    num_coming: int
-    rope_switch: int | None
-
-    def of_rank(self, rank: int, requests: Sequence[Request]) -> list[int]:
-        """Return for each request of a rank how many drafts it may have.
-
-        Each request with drafts takes a free slot for recurrent states where the model has them; slots for requests
-        that may come are left.
-        """
-        memory, rooms = self.memories[rank], list[int]()
-        num_slots, num_spare = memory.num_free_slots - self.num_coming, dict[str, int]()
-        block_size = memory.block_size if memory.needs_slots_alone and self.rope_switch is None else 0
-        for request in requests:
-            lease, end = request.lease, len(request.token_ids) + len(request.draft_tokens)
-            # So it is with most requests of a large step, which costs by their number.
-            if (
-                lease is not None
-                and end <= len(lease.block_ids) * block_size
-                and end < request.sampling.max_tokens + request.num_prompt_tokens
-                and request.is_always_plain
-                and request.thought is None
-            ):
-                rooms.append(len(request.draft_tokens))
-                continue
-            rooms.append(self._of(request, memory, num_spare) if num_slots > 0 else 0)
-            num_slots -= rooms[-1] > 0
-        return rooms
-
-    def _of(self, request: Request, memory: RequestMemory, num_spare: dict[str, int]) -> int:
-        """No row is needed whose token would be one too many, would follow the end of a thought, or would need other
-        angles. Drafts take no block that a running request may need for its next token.
-
-        num_spare: by namespace, the blocks that are left for drafts, as far as they were counted."""
-        num_guessed, num_known, lease = len(request.draft_tokens), len(request.token_ids), request.lease
-        assert lease is not None
-        room = min(request.sampling.max_tokens + request.num_prompt_tokens - num_known - 1, num_guessed)
-        if request.state is not None:
-            room = min(room, memory.draft_room(request))
-        if self.rope_switch is not None and not request.first_angle:
-            room = min(room, self.rope_switch - num_known)
-        if not request.is_always_plain:
-            if request.wants_prompt_logprobs:
-                return 0
-            if request.sampling.grammar is not None:
-                room = min(room, len(request.draft_masks))
-        if request.thought is not None:
-            room = min(room, request.thought.num_free - 1)
-        num_slots = len(lease.block_ids) * memory.block_size - num_known
-        if num_slots < room:
-            spare = num_spare.get(request.namespace)
-            if spare is None:
-                spare = memory.num_available_blocks(request, sparing=True) - self.num_running
-                num_spare[request.namespace] = spare
-            if spare < memory.num_blocks_for(num_guessed):
-                room = num_slots
-        return max(0, room)
+    return num_right, num_predicted - num_right
 
 
 def _lost_rows(chances: Chances, num_rows: Sequence[int]) -> Chances:

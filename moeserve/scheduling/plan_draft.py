@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import inf
 
@@ -12,14 +12,16 @@ from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.open_prompts import ScheduledPrompts
 from moeserve.scheduling.pacing import LEAST_PROMPT_TOKENS, StepBound
 
+NO_DRAFTS = array("i")
+
 
 class PlanDraft:
     """Collects the chunks of one step, one plan per rank. The scheduler keeps it until the step is committed.
 
     `requests[i]` belongs to the chunk that was added i-th, so the requests of rank r are in the order of
     `plans[r].chunks`. `prompts` are the requests that lacked more than one token. `budgets[r]` is the
-    number of tokens that still fit into the plan of rank r, `sizes[r]` the size of that plan so far. `duplicates` are
-    (rank, block ids) that this plan may be the last to read.
+    number of tokens that still fit into the plan of rank r, of `budget` in all, `sizes[r]` the size of that plan so
+    far. `duplicates` are (rank, block ids) that this plan may be the last to read.
     """
 
     def __init__(self, step: int, budget: int, num_ranks: int, *, tells_following: bool) -> None:
@@ -29,6 +31,7 @@ class PlanDraft:
         self.requests: list[Request] = []
         self.prompts = ScheduledPrompts()
         self._has_all_decodes = False
+        self.budget = budget
         self.budgets = [budget] * num_ranks
         self.sizes = [StepSize() for _ in range(num_ranks)]
         self.duplicates: list[tuple[int, list[int]]] = []
@@ -54,11 +57,16 @@ class PlanDraft:
         self.plans[rank].copied_windows.extend(chain.from_iterable(windows))
 
     def add(
-        self, request: Request, count: int, state: StateUse | None, window: WindowTable | None, num_drafts: int = 0
-    ) -> None:
-        """Plan the next `count` known tokens of a request that has leased blocks for them.
+        self,
+        request: Request,
+        count: int,
+        state: StateUse | None,
+        window: WindowTable | None,
+        drafts: array[int] = NO_DRAFTS,
+    ) -> Chunk:
+        """Plan the next `count` known tokens of a request that has leased blocks for them. Return the chunk.
 
-        num_drafts: the number of its draft tokens to follow the last known token.
+        drafts: to follow the last known token.
         """
         start = request.num_computed_tokens + request.num_scheduled_tokens
         end = start + count
@@ -67,20 +75,21 @@ class PlanDraft:
         assert lease is not None
         request.num_scheduled_tokens += count
         sampling = request.sampling if end == len(token_ids) else None
-        extras = None if request.is_plain else _chunk_extras(request, start, end, num_drafts)
+        extras = None if request.is_plain else _chunk_extras(request, start, end, len(drafts))
         chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
-        if num_drafts:
-            chunk.token_ids += request.draft_tokens[:num_drafts]
-            chunk.num_drafts = num_drafts
+        if drafts:
+            chunk.token_ids += drafts
+            chunk.num_drafts = len(drafts)
         if self._tells_following and sampling is None:
             chunk.following = token_ids[end]
         chunk.state, chunk.window = state, window
         self._append(request, chunk)
+        return chunk
 
-    def add_next(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+    def add_next(self, requests: Sequence[Request], counts: Sequence[int], drafts: Mapping[str, array[int]]) -> None:
         """Plan the last known tokens of plain requests without recurrent state and window blocks, which have slots.
 
-        counts: by request, one more than the number of its draft tokens to follow.
+        counts: by request, one more than the number of its drafts. drafts: by request id, those to follow.
         """
         plans, budgets = self.plans, self.budgets
         rows, attended = [size.rows for size in self.sizes], [size.attended for size in self.sizes]
@@ -90,8 +99,7 @@ class PlanDraft:
             request.num_scheduled_tokens = 1
             chunk = Chunk(request.request_id, request.token_ids[start:], start, lease.block_ids, request.sampling)
             if count > 1:
-                drafts = request.draft_tokens
-                chunk.token_ids += drafts if len(drafts) < count else drafts[: count - 1]
+                chunk.token_ids += drafts[request.request_id]
                 chunk.num_drafts = count - 1
             if request.first_angle:
                 chunk.first_angle = request.first_angle
@@ -144,8 +152,11 @@ class PlanDraft:
 
     def add_unsampled(
         self, request: Request, drawn_by: int, state: StateUse | None, window: WindowTable | None
-    ) -> None:
-        """Plan the token of a request that is number `drawn_by` among the tokens that the previous plan will sample."""
+    ) -> Chunk:
+        """Plan the token of a request that is number `drawn_by` among the tokens that the previous plan will sample.
+
+        Return the chunk.
+        """
         lease = request.lease
         assert lease is not None
         start = request.num_planned_tokens
@@ -154,6 +165,7 @@ class PlanDraft:
         chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, extras, drawn_by)
         chunk.state, chunk.window = state, window
         self._append(request, chunk)
+        return chunk
 
     def _append(self, request: Request, chunk: Chunk) -> None:
         rank, count = request.rank, len(chunk.token_ids)
@@ -225,7 +237,5 @@ def _chunk_extras(request: Request, start: int, end: int, num_drafts: int) -> Ch
         banned_token_ids=sampling.stop_token_ids if is_banned else (),
         prompt_targets=targets,
         num_top_logprobs=sampling.prompt_logprobs or 0,
-        mask=request.mask if is_sampled else None,
-        draft_masks=request.draft_masks[:num_drafts],
         num_banned_rows=min(1 + num_drafts, sampling.min_tokens - request.num_output_tokens) if is_banned else 1,
     )

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice, takewhile
 
 from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, StepPlan, StepResult
 from moeserve.scheduling.arrivals import Source
 from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.chunks import Chunks
-from moeserve.scheduling.drafting import DraftCounters, Drafting, DraftRoom
+from moeserve.scheduling.draft_room import DraftRoom
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants
 from moeserve.scheduling.open_prompts import OpenPrompts, ScheduledPrompts
 from moeserve.scheduling.outcomes import (
@@ -26,14 +26,14 @@ from moeserve.scheduling.outcomes import (
     RequestOutput,
     SchedulerCounters,
     TooLateError,
-    append_sampled,
 )
 from moeserve.scheduling.pacing import Load, Pace
 from moeserve.scheduling.parts import Part, Parts
-from moeserve.scheduling.plan_draft import PlanDraft
+from moeserve.scheduling.plan_draft import NO_DRAFTS, PlanDraft
 from moeserve.scheduling.request_memory import AdmissionOutcome, RankLoads, RequestMemory
 from moeserve.scheduling.request_states import RequestStates, StatePolicy
 from moeserve.scheduling.running import Running
+from moeserve.scheduling.sampled_tokens import append_sampled
 from moeserve.scheduling.sharing import Sharing
 from moeserve.scheduling.waiting_room import FORESEEN, WaitingRoom
 from radix_cache import APART, PrefixCache
@@ -67,12 +67,11 @@ class Scheduler:
         states: StatePolicy | None = None,
         pace: Pace | None = None,
         rope_switch: int | None = None,
-        drafting: Drafting | None = None,
         parts: Sequence[Part] = (),
     ) -> None:
         """states: None for models without recurrent states. rope_switch: the number of tokens beyond which all keys of
-        a request get other angles (`moeserve.model.rope`). drafting: None for no draft tokens. pace: None bounds no
-        wait by time. parts: in their order, see `moeserve.scheduling.parts`."""
+        a request get other angles (`moeserve.model.rope`). pace: None bounds no wait by time. parts: in their order
+        (`moeserve.scheduling.parts`)."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -88,7 +87,6 @@ class Scheduler:
             RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches
         ]
         self._rope_switch = rope_switch
-        self._drafting = drafting
         self._parts = Parts(parts)
         self._beams = Beams(self._memories, max_num_seqs, rope_switch)
         self._requests: dict[str, Request] = {}
@@ -97,7 +95,6 @@ class Scheduler:
         self._open_prompts = OpenPrompts()
         self._committed: PlanDraft | None = None
         self._lacking: dict[Tenant, Request] = {}
-        self._mask_changes: list[Request] = []
         self.counters = SchedulerCounters()
         running: list[Request] = []
         sources = [part for part in parts if isinstance(part, Source)]
@@ -135,16 +132,6 @@ class Scheduler:
         return not self._requests and not self._in_flight
 
     @property
-    def draft_counters(self) -> DraftCounters | None:
-        """The totals of draft tokens; None without drafting."""
-        return None if self._drafting is None else self._drafting.counters
-
-    @property
-    def most_forced_drafts(self) -> int:
-        """The number of drafts up to which tokens that a grammar forces are worth being provided."""
-        return 0 if self._drafting is None else self._drafting.most_forced
-
-    @property
     def num_empty_slots(self) -> int:
         """The number of slots that requests hold and no plan fills yet."""
         return sum(self._memories[request.rank].num_empty_slots(request) for request in self._running.requests)
@@ -177,41 +164,10 @@ class Scheduler:
             memory.share(request)
         if self._outgrows(request):
             self._extend(request)
-        if request.lacks_mask:
-            self._mask_changes.append(request)
         self._parts.enter(request)
         self._open_prompts.add(request)
         self._tenants.wait(request)
         self.waiting.place(request)
-
-    def take_mask_changes(self) -> list[Request]:
-        """Return the requests with a grammar that have come to need a mask, or have finished, since the last call."""
-        changes, self._mask_changes = self._mask_changes, []
-        return changes
-
-    def provide(
-        self,
-        request: Request,
-        mask: bytes,
-        draft_tokens: array[int] | None = None,
-        draft_masks: Sequence[bytes] = (),
-        num_forced: int = 0,
-        num_laid: int = 0,
-    ) -> None:
-        """Receive the tokens that a request's grammar allows next. Without them no step computes the request.
-
-        draft_tokens, draft_masks, num_forced, num_laid: as in `MadeMask`; None for no drafts. With its first mask the
-        request takes its place in the queue, by its arrival. One that has finished is left alone.
-        """
-        if not request.finished:
-            request.mask = mask
-            if draft_tokens is not None and self._drafting is not None:
-                self._drafting.receive(request, draft_tokens, draft_masks, num_forced, num_laid)
-            self.waiting.record_mask(request)
-
-    def fail(self, request: Request, error: str) -> RequestOutput | None:
-        """End a request with an error. Return None for a request that has finished."""
-        return None if request.finished else self._end(request, FinishReason.ERROR, error)
 
     def drop_late(self) -> list[RequestOutput]:
         """End the requests that never began and have waited too long, or will before those ahead of them have begun.
@@ -224,12 +180,14 @@ class Scheduler:
         return [self._end(request, FinishReason.LATE) for request in late]
 
     def end_declined(self) -> list[RequestOutput]:
-        """End the waiting requests that parts decline. To be called before each `schedule`."""
-        outputs = []
-        for request, reason in self._parts.declined(self.waiting):
-            self.waiting.count_found(request)
-            outputs.append(self._end(request, reason))
-        return outputs
+        """End the requests that parts decline, and queue those that parts no longer keep out.
+
+        To be called before each `schedule`.
+        """
+        declined = self._parts.declined(self.waiting)
+        for request in self._parts.ready():
+            self.waiting.let_in(request)
+        return [self._end(one.request, one.reason, one.error) for one in declined]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request whose client left, in any state. Return None for a request that is not known."""
@@ -255,11 +213,14 @@ class Scheduler:
         A rank with nothing to do gets an empty plan. Mutates the requests that it schedules.
         """
         self._turn_outgrown()
-        tells_following = self._drafting is not None and self._drafting.reads_predictions
         draft = PlanDraft(
-            self._step + 1, self._max_num_batched_tokens, len(self._memories), tells_following=tells_following
+            self._step + 1,
+            self._max_num_batched_tokens,
+            len(self._memories),
+            tells_following=self._parts.tells_following,
         )
-        self._parts.begin_step()
+        for begin_step in self._parts.begin_step:
+            begin_step()
         self._num_places = self._pace.num_places()
         self._running.make_room(self._num_places, lacks_memory=bool(self._lacking))
         # A request that is not tried in this step may find memory by now.
@@ -290,10 +251,10 @@ class Scheduler:
     def _plan_running(self, draft: PlanDraft) -> list[Request]:
         """Plan the running requests that are behind their prompts; return the others. Preempts some for memory."""
         prompts, closings = list[Request](), list[Request]()
-        num_drafts = self._num_drafts(draft)
+        drafts = self._drafts(draft)
         # Preemption removes requests from the list during this loop, but only behind the current one.
         running, place = self._running.requests, 0
-        while (place := self._chunks.plan_run(running, place, draft, num_drafts)) < len(running):
+        while (place := self._chunks.plan_run(running, place, draft, drafts)) < len(running):
             request, place = running[place], place + 1
             if not self._may_go_on(request):
                 continue
@@ -304,12 +265,12 @@ class Scheduler:
                 is_prompt = num_pending - request.num_lost_tokens > 1 + request.num_forced_tokens
                 (prompts if is_prompt else closings).append(request)
             elif num_pending == 1:
-                self._chunks.plan_known(request, num_drafts.get(request.request_id, 0), draft)
-            elif num_pending == 0 and request.request_id not in num_drafts:
+                self._chunks.plan_known(request, drafts.get(request.request_id, NO_DRAFTS), draft)
+            elif num_pending == 0 and request.request_id not in drafts:
                 self._chunks.plan_unsampled(request, self._in_flight[-1], draft)
         for request in closings:
             if request.lease is not None:
-                self._chunks.plan_known(request, num_drafts.get(request.request_id, 0), draft)
+                self._chunks.plan_known(request, drafts.get(request.request_id, NO_DRAFTS), draft)
         return prompts
 
     def _plan_prompts(self, prompts: list[Request], draft: PlanDraft) -> None:
@@ -337,11 +298,13 @@ class Scheduler:
         draft = self._committed = self._in_flight.popleft()
         for rank, blocks in draft.duplicates:
             self._memories[rank].free(blocks)
-        if self._drafting is not None:
-            self._drafting.begin_commit(draft, self._max_num_batched_tokens)
+        for begin_commit in self._parts.begin_commit:
+            begin_commit(draft)
         outputs: list[RequestOutput] = []
         for request in draft.requests:
             outputs += self._commit_chunk(request, *next(rows[request.rank]))
+        for committed in self._parts.committed:
+            committed()
         return outputs
 
     def _commit_chunk(self, request: Request, chunk: Chunk, computed: ChunkResult) -> list[RequestOutput]:
@@ -360,7 +323,7 @@ class Scheduler:
             outputs = self._beams.take(request, computed)
         elif goes_on:
             num_known = len(request.token_ids)
-            outputs = append_sampled(request, chunk, computed)
+            outputs = append_sampled(request, chunk, computed, self._parts.watching(request))
             num_new = len(request.token_ids) - num_known
             num_accepted = max(0, num_new - request.num_forced_tokens - 1)
             keeps_state = num_accepted == chunk.num_drafts
@@ -369,12 +332,8 @@ class Scheduler:
             if self._parts.watched:
                 self._parts.record_computed(request, request.num_computed_tokens)
             self._publish(request)
-            if self._drafting is not None:
-                new_tokens = request.token_ids[num_known:]
-                predicted = computed.drafts
-                if predicted and (num_new != len(computed.tokens) or request.num_forced_tokens):
-                    predicted = ()  # other tokens than the sampled ones have followed
-                self._drafting.read(request, self._memories[request.rank], new_tokens, chunk, num_accepted, predicted)
+            for followed in self._parts.followed:
+                followed(request, self._memories[request.rank], chunk, computed, outputs)
         if chunk.state is not None:
             self._memories[request.rank].commit_state(request, chunk, keep=keeps_state)
         if request.finished:
@@ -392,12 +351,8 @@ class Scheduler:
         self.counters.generation_tokens += sum([output.num_tokens for output in outputs])
         if request.miss is not None:
             outputs[0].miss, request.miss = request.miss, None
-        outputs[0].judged, request.judged = request.judged, (0, 0)
         if last.finish_reason is not None:
             self._end(request, last.finish_reason)
-        elif last.token_id is not None and request.mask is not None:
-            request.mask = None
-            self._mask_changes.append(request)
 
     def set_time(self, now: float) -> None:
         """Set the time by which retained prefixes expire and waits are measured, in seconds; it must not go back.
@@ -413,9 +368,10 @@ class Scheduler:
     def count_step(self, seconds: float) -> None:
         """Learn from the seconds that the last committed step took."""
         if self._committed is not None:
-            self._pace.count_step(self._committed.size, seconds, has_prompts=bool(self._committed.prompts))
-            if self._drafting is not None and not self._committed.prompts:
-                self._drafting.count_step(self._committed.size, seconds)
+            size, has_prompts = self._committed.size, bool(self._committed.prompts)
+            self._pace.count_step(size, seconds, has_prompts=has_prompts)
+            for counted in self._parts.counted:
+                counted(size, seconds, has_prompts=has_prompts)
             self._committed = None
 
     def load(self, num_tokens: int | None = None) -> Load:
@@ -465,7 +421,7 @@ class Scheduler:
             pending = request.num_pending_tokens
             if pending > draft.room(request, pending) > 0:
                 self._let_shorter_pass(request, prompts, draft)
-            if request.lease is None or draft.budgets[rank] <= 0 or self._parts.holds(request):
+            if request.lease is None or draft.budgets[rank] <= 0 or self._parts.hold(request):
                 continue
             if not request.num_scheduled_tokens:
                 self._count_hits(request, self._memories[rank].catch_up(request))
@@ -508,7 +464,7 @@ class Scheduler:
             tenant = self._tenants.of(request)
             if tenant in self._lacking or not self._sharing.may_run(tenant.terms, places[tenant]):
                 continue
-            if self._parts.holds(request):
+            if self._parts.hold(request):
                 awaiting.append(tenant)
                 places[tenant] += 1
                 continue
@@ -540,37 +496,17 @@ class Scheduler:
 
     def _may_go_on(self, request: Request) -> bool:
         """Return whether the next step may name a running request."""
-        if request.yields or request.lacks_mask or (self._parts.watched and self._parts.holds(request)):
+        if request.yields or self._parts.hold(request):
             return False
         return (self._run_ahead and request.beam_params is None) or not request.is_in_flight
 
-    def _num_drafts(self, draft: PlanDraft) -> dict[str, int]:
-        """Return by request how many of its drafts the step should verify, where there are any.
-
-        A request whose token the previous plan will sample is among them if it should wait for that token, because its
-        drafts can only follow it.
-        """
-        running = self._running.requests
-        if self._drafting is None or not any(request.draft_tokens for request in running):
-            return {}
-        decodes: dict[int, list[Request]] = {rank: [] for rank in self._drafting.ranks}
-        for request in running:
-            own = decodes.get(request.rank)
-            if own is None or request.beam_params is not None:
-                continue
-            # So it is with most requests of a large step, which costs by their number.
-            if (
-                request.is_always_plain
-                and len(request.token_ids) - request.num_computed_tokens == 1
-                and not (request.num_scheduled_tokens or request.yields or request.request_id in self._parts.watched)
-            ):
-                own.append(request)
-                continue
-            if self._may_go_on(request) and 0 <= request.num_pending_tokens - request.num_lost_tokens <= 1:
-                own.append(request)
+    def _drafts(self, draft: PlanDraft) -> Mapping[str, array[int]]:
+        """Return by request id the drafts that the step should verify, where there are any."""
+        running, parts = self._running.requests, self._parts
         num_coming = min(len(self.waiting.queue), max(0, self._num_places - self._running.num_taken))
-        room = DraftRoom(self._memories, self.num_running, num_coming, self._rope_switch)
-        return self._drafting.plan(decodes, draft, room)
+        switch, may_go_on = self._rope_switch, self._may_go_on
+        room = DraftRoom(self._memories, running, num_coming, switch, may_go_on, parts.watched, parts.most_drafts)
+        return parts.drafts(draft, room)
 
     def _outgrows(self, request: Request) -> bool:
         """Return whether the request's next token needs other rotary angles for all its keys."""
@@ -625,10 +561,6 @@ class Scheduler:
         self._tenants.leave(request)
         request.finished, request.failed = True, error is not None
         self._pace.count_end(request, reason)
-        if self._drafting is not None:
-            self._drafting.forget(request)
-        if request.sampling.grammar is not None:
-            self._mask_changes.append(request)
         if request.beam_params is not None:
             for beam in self._beams.forget(request):
                 self._release(beam)

@@ -10,19 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from moeserve.plan import GRAMMAR_FAILED, Pending, StepPlan, StepResult
+from moeserve.plan import Pending, StepPlan, StepResult
 from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from moeserve.grammars.masks import GrammarMasks
-
-# A step waits up to this time for masks of grammars; requests whose mask comes later are left out of it.
-_MASK_SECONDS = 0.005
-# The time between two looks for new messages while nothing can be computed before a mask is made.
-_IDLE_MASK_SECONDS = 0.002
 
 
 class Runner(Protocol):
@@ -107,14 +99,11 @@ class Steps:
         executor: Executor,
         depth: int,
         observers: Sequence[RanksObserver] = (),
-        masks: GrammarMasks | None = None,
     ) -> None:
-        """masks: makes the masks of requests that have a grammar; without it, such requests fail."""
         self._scheduler = scheduler
         self._executor = executor
         self._depth = depth
         self._observers = observers
-        self._masks = masks
         self._in_flight: deque[tuple[list[StepPlan], Pending[list[StepResult]]]] = deque()
         self.step = 0
 
@@ -122,9 +111,9 @@ class Steps:
         """Launch the next step if there is one. Without one, or with more than `depth` in flight, commit the oldest.
 
         planned: is called before the launch, which may last as long as the step. Return the outputs of the committed
-        step, none without a commit, and of requests whose grammar failed; None if there was nothing to do.
+        step, none without a commit, and of requests that parts decline; None if there was nothing to do.
         """
-        failed = self._provide_masks()
+        declined = self._scheduler.end_declined()
         plans = self._scheduler.schedule()
         if plans is not None:
             planned()
@@ -135,13 +124,10 @@ class Steps:
                     observer.begin(plans)
                 self._in_flight.append((plans, self._executor.launch(plans)))
             if len(self._in_flight) <= self._depth:
-                return failed
+                return declined
         if self._in_flight:
-            return failed + self._commit()
-        if self._masks is not None and self._masks.is_awaited:
-            self._masks.wait(_IDLE_MASK_SECONDS)
-            return failed
-        return failed or None
+            return declined + self._commit()
+        return declined or None
 
     def check(self) -> None:
         """Raise the error that would make the next step fail. The engine calls this now and then while it idles."""
@@ -156,24 +142,4 @@ class Steps:
                 left.pop(0).end(plans, results)
         outputs = self._scheduler.commit(plans, results)
         self.step = plans[0].step
-        if self._masks is not None:
-            # Masks are made while the outputs are sent and messages are read.
-            self._masks.update(self._scheduler.take_mask_changes())
         return outputs
-
-    def _provide_masks(self) -> list[RequestOutput]:
-        """Give the scheduler the masks that are made. Return the ends of requests whose grammar failed."""
-        changes = self._scheduler.take_mask_changes()
-        failed: list[RequestOutput | None] = []
-        if self._masks is None:
-            error = f"{GRAMMAR_FAILED}nothing enforces grammars here"
-            failed = [self._scheduler.fail(request, error) for request in changes]
-        else:
-            self._masks.update(changes)
-            for made in self._masks.take(_MASK_SECONDS):
-                if made.error is None:
-                    counts = made.num_forced, made.num_laid
-                    self._scheduler.provide(made.request, made.mask, made.draft_tokens, made.draft_masks, *counts)
-                else:
-                    failed.append(self._scheduler.fail(made.request, made.error))
-        return [output for output in failed if output is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moeserve.plan import FinishReason, Request
+from moeserve.plan import Chunk, FinishReason, Request
 from moeserve.scheduling.parts import Part
 
 
@@ -40,7 +40,7 @@ class Trial(Part):
         """Return whether a request must wait because it is a suspect and plans name another one."""
         return request in self._until and self._suspect not in (None, request)
 
-    def planned(self, request: Request) -> None:
+    def planned(self, request: Request, chunk: Chunk) -> None:
         if request in self._until:
             self._suspect = request
 

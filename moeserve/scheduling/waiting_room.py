@@ -1,7 +1,8 @@
 """Requests before their places in a step: in the queue, or outside of it while something that they need is on its way.
 
-A request waits outside of the queue for the first mask of its grammar, and while its prefix is read back or
-fetched from another service. It then takes its place in the queue by its arrival. No text, tensors, clock or sockets.
+A request waits outside of the queue while a part keeps it out, as for the first mask of its grammar, and while its
+prefix is read back or fetched from another service. It then takes its place in the queue by its arrival. No text,
+tensors, clock or sockets.
 """
 
 from __future__ import annotations
@@ -52,22 +53,22 @@ class WaitingRoom:
         self._running = running
         self._pace = pace
         self._sources = sources
-        self._unmasked: dict[str, Request] = {}
+        self._kept_out: dict[str, Request] = {}
         self._parts = parts
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self._unmasked) + sum(len(source.arrivals.waiting) for source in self._sources)
+        return len(self.queue) + len(self._kept_out) + sum(len(source.arrivals.waiting) for source in self._sources)
 
     def place(self, request: Request) -> None:
-        """Let a request wait for its turn, or first for its mask."""
-        if request.lacks_mask:
-            self._unmasked[request.request_id] = request
+        """Let a request wait for its turn, or first until parts no longer keep it out."""
+        if self._parts.keep_out(request):
+            self._kept_out[request.request_id] = request
         else:
             self.queue.add(request)
 
-    def record_mask(self, request: Request) -> None:
-        """Give a request its place in the queue if it waits for nothing but its mask, which has come."""
-        if self._unmasked.pop(request.request_id, None) is not None:
+    def let_in(self, request: Request) -> None:
+        """Give a request its place in the queue if a part has kept it out until now."""
+        if self._kept_out.pop(request.request_id, None) is not None:
             self.queue.add(request)
 
     def leave(self, request: Request) -> None:
@@ -96,7 +97,7 @@ class WaitingRoom:
         return any(source.is_looked_for(request) for source in self._sources)
 
     def count_found(self, request: Request) -> None:
-        """Let a request that is not computed report what was found of its prompt."""
+        """Let a request that is declined report what was found of its prompt."""
         request.num_cached_tokens = self.num_found(request)
         for source in self._sources:
             source.count_found(request, request.num_cached_tokens - self._num_cached(request))
@@ -108,7 +109,7 @@ class WaitingRoom:
 
     def late_outside(self) -> list[Request]:
         """Return the requests outside of the queue that have waited too long."""
-        outside = chain(self._unmasked.values(), *(source.arrivals.waiting for source in self._sources))
+        outside = chain(self._kept_out.values(), *(source.arrivals.waiting for source in self._sources))
         return [r for r in outside if self._pace.now - r.arrived_at > self._pace.limit(r)]
 
     def late_in_queue(self, load: Load, num_tried: int, step_tokens: int) -> list[Request]:
@@ -140,14 +141,14 @@ class WaitingRoom:
 
     def _next(self) -> list[Request]:
         """Return the requests whose blocks are looked for elsewhere: those that parts hurry, and the next ones."""
-        if not (len(self.queue) or self._unmasked):
+        if not (len(self.queue) or self._kept_out):
             return []
         most = min(max(0, self._pace.num_places() - len(self._running)) + 1, FORESEEN)
         hurried = [
             r for r in self._parts.sought_first() if not any(source.arrivals.find(r) for source in self._sources)
         ]
-        unmasked, first = islice(self._unmasked.values(), most), islice(self.queue.candidates(), most)
-        return list(dict.fromkeys((*hurried, *unmasked, *first)))
+        kept_out, first = islice(self._kept_out.values(), most), islice(self.queue.candidates(), most)
+        return list(dict.fromkeys((*hurried, *kept_out, *first)))
 
     def _take_out_next(self, source: Source[Any, Any]) -> None:
         """Take out the next requests that wait for a source. Those behind them are next then, and are asked as well."""
@@ -171,8 +172,8 @@ class WaitingRoom:
         return is_worth_it and source.look_up(request, self._pace.now, loads, len(self._running))
 
     def _take_out(self, request: Request) -> None:
-        """Take a request out of the queue, or from among the requests without a mask."""
-        if self._unmasked.pop(request.request_id, None) is None:
+        """Take a request out of the queue, or from among the requests that are kept out."""
+        if self._kept_out.pop(request.request_id, None) is None:
             self.queue.remove(request)
 
     def _num_cached(self, request: Request) -> int:

@@ -17,10 +17,11 @@ import pytest
 from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget
-from moeserve.engine.planner import build_caches, build_scheduler
+from moeserve.engine.planner import build_drafts
 from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.plan import SamplingParams
+from moeserve.scheduling.drafting import Drafting
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import EOS
 from tests.support.tiny_models import build
@@ -153,8 +154,8 @@ def test_random_requests_have_the_same_bits_with_drafts_and_without(
     config = replace(BASE, speculative_config=method, **changes)  # type: ignore[arg-type]
     engine = TokenEngine(tmp_path, config)
     assert answers(complete(engine, requests)) == answers(expected)
-    counters = engine.scheduler.draft_counters
-    assert counters is not None
+    assert isinstance(engine.drafts, Drafting)
+    counters = engine.drafts.counters
     if method != "auto":
         assert counters.tokens > sum(counters.accepted) > count / 4
     num_accepted = sum(counters.accepted)
@@ -207,8 +208,8 @@ def test_random_requests_have_the_same_bits_with_predicted_answers_and_without(
     for predicted in (None, [edited(random, completion.token_ids) for completion in expected]):
         engine = TokenEngine(tmp_path, replace(BASE, speculative_config="ngram", **changes))  # type: ignore[arg-type]
         assert answers(complete(engine, requests, predicted=predicted)) == answers(expected)
-        counters = engine.scheduler.draft_counters
-        assert counters is not None
+        assert isinstance(engine.drafts, Drafting)
+        counters = engine.drafts.counters
         num_right.append(sum(counters.accepted))
         if kind == "short of memory":
             assert engine.scheduler.counters.preemptions > 0
@@ -220,11 +221,11 @@ def test_drafts_of_models_with_recurrent_states_are_refused_where_steps_are_plan
     kv = KvBudget(64, 256, num_state_slots=256, num_snapshots=4)
     for method in ("ngram", "suffix"):
         config = ServeConfig(speculative_config=method)
-        assert build_scheduler(config, kv, build_caches(config, kv)).draft_counters is not None
+        assert build_drafts(config, kv).makes_any
         with pytest.raises(ConfigError, match="recurrent states"):
-            build_scheduler(config, kv, build_caches(config, kv), depth=1)
+            build_drafts(config, kv, depth=1)
     config = ServeConfig(speculative_config="auto")
-    assert build_scheduler(config, kv, build_caches(config, kv)).draft_counters is not None
+    assert build_drafts(config, kv).makes_any
     for method in ("none", "auto"):
         config = ServeConfig(speculative_config=method)
-        assert build_scheduler(config, kv, build_caches(config, kv), depth=1).draft_counters is None
+        assert not build_drafts(config, kv, depth=1).makes_any

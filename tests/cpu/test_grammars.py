@@ -24,11 +24,11 @@ from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Ta
 from moeserve.grammars import masks as grammar_masks
 from moeserve.grammars import threads as grammar_threads
 from moeserve.grammars.compiler import compile_grammar
-from moeserve.grammars.masks import GrammarMasks, MadeMask
+from moeserve.grammars.made_masks import MadeMask
+from moeserve.grammars.masks import GrammarMasks
 from moeserve.grammars.tokens import load_tokens
 from moeserve.model.sampler import adjusted_logits, masks_of
-from moeserve.plan import GRAMMAR_FAILED, Chunk, ChunkExtras, FinishReason, Request, SamplingParams, Terms
-from moeserve.scheduling.steps import Steps
+from moeserve.plan import GRAMMAR_FAILED, Asked, Chunk, ChunkExtras, FinishReason, Request, SamplingParams, Terms
 from moeserve.thoughts import Marker, ThoughtBudget, ThoughtForm
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import EOS, VOCAB_SIZE, write_model_dir
@@ -239,12 +239,12 @@ def request_of(
     name: str, grammar: str, output: bytes = b"", budget: ThoughtBudget | None = None, **sampling: Any
 ) -> Request:
     own = SamplingParams(10_000, grammar=grammar, stop_token_ids=(EOS,), **sampling)
-    return Request(name, array("i", PROMPT), own, budget=budget, earlier_output=array("i", list(output)))
+    return Request(name, array("i", PROMPT), own, asked=Asked(thought=budget), earlier_output=array("i", list(output)))
 
 
-def made_of(source: GrammarMasks, *requests: Request) -> dict[str, MadeMask]:
-    """The next masks of requests, by their names, when all are made."""
-    source.update(requests)
+def made_of(source: GrammarMasks, *requests: Request, drafts: bytes = b"") -> dict[str, MadeMask]:
+    """The next masks of requests, by their names, when all are made. drafts: of each request."""
+    source.update(requests, lambda _: array("i", list(drafts)))
     made: dict[str, MadeMask] = {}
     while source.is_awaited:
         source.wait(1.0)
@@ -317,8 +317,7 @@ def test_tokens_that_a_grammar_forces_follow_the_drafts_that_it_allows(tmp_path:
     ]:
         source = GrammarMasks(tokenizer, VOCAB_SIZE, [EOS], num_cores=2, most_drafts=most)
         request = request_of("1", 'start: "ab" "c" ("d" | "e") | "xyz" ("1" | "2")')
-        request.draft_tokens = array("i", list(drafts))
-        made = made_of(source, request)["1"]
+        made = made_of(source, request, drafts=drafts)["1"]
         assert (bytes(made.draft_tokens.tolist()), made.num_forced) == (expected, num_forced)
         after = [allowed(MadeMask(request, mask)) for mask in made.draft_masks]
         # Each mask allows the draft behind it.
@@ -388,22 +387,6 @@ def test_requests_that_share_a_grammar_do_not_use_its_limit_up_for_each_other(so
         pytest.fail("the lexer never became full")
     end(source, request)
     assert (len(source._kept), len(source._slow)) == (0, 0)
-
-
-def test_without_masks_a_request_with_a_grammar_fails_alone(llm: TokenEngine) -> None:
-    steps = Steps(llm.scheduler, llm.steps._executor, 0)
-    llm.scheduler.add(Request("bound", array("i", PROMPT), SamplingParams(2, grammar="start: x")))
-    llm.scheduler.add(Request("free", array("i", PROMPT), SamplingParams(2)))
-    outputs = []
-    while (some := steps.advance()) is not None:
-        outputs += some
-    assert [(output.request.request_id, bool(output.error)) for output in outputs] == [
-        ("bound", True),
-        ("free", False),
-        ("free", False),
-    ]
-    assert str(outputs[0].error).startswith(GRAMMAR_FAILED)
-    llm.scheduler.take_started()
 
 
 def test_a_model_without_a_tokenizer_fails_such_requests_alone(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -25,14 +25,12 @@ from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, ChunkExtras, Request, SamplingParams, StepPlan
+from moeserve.scheduling.parts import Part
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import LocalExecutor, RanksObserver, Runner, Steps
 from radix_cache import PrefixCache
 from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import save
-
-if TYPE_CHECKING:
-    from moeserve.grammars.masks import GrammarMasks
 
 pytestmark = pytest.mark.kernel_change
 
@@ -122,7 +120,7 @@ def serve(
     sampling: list[SamplingParams],
     *,
     depth: int,
-    masks: GrammarMasks | None = None,
+    parts: Sequence[Part] = (),
 ) -> Served:
     recording, shape = None, routing_shape(spec)
     observers = list[RanksObserver]()
@@ -138,13 +136,14 @@ def serve(
         max_num_queued_reqs=9,
         max_model_len=MAX_LEN,
         run_ahead=depth > 0,
+        parts=parts,
     )
-    steps = Steps(scheduler, LocalExecutor(runner), depth, observers, masks)
+    steps = Steps(scheduler, LocalExecutor(runner), depth, observers)
     for number, (prompt, own) in enumerate(zip(PROMPTS, sampling, strict=True)):
         scheduler.add(Request(f"{number}", array("i", prompt), own))
     tokens: list[list[int]] = [[] for _ in PROMPTS]
-    while (outputs := steps.advance()) is not None:
-        for output in outputs:
+    while (outputs := steps.advance()) is not None or any(part.wait(0.002) for part in parts):
+        for output in outputs or ():
             assert output.error is None
             if output.token_id is not None:
                 tokens[int(output.request.request_id)].append(output.token_id)
@@ -199,6 +198,7 @@ def test_a_grammar_holds_beside_requests_without_one(model_dir: Path, device: to
     pytest.importorskip("llguidance")
     pytest.importorskip("msgspec")
     from moeserve.grammars.masks import GrammarMasks
+    from moeserve.scheduling.grammars import Drafts, Grammars
     from tests.support.tiny_model import write_model_dir
 
     spec, eos = spec_of(model_dir), 127
@@ -210,7 +210,7 @@ def test_a_grammar_holds_beside_requests_without_one(model_dir: Path, device: to
     wishes = [GREEDY[0], bound, replace(bound, seed=3)]
     without = serve(runner, spec, GREEDY, depth=0).tokens[0]
     for depth in (0, 1):
-        plain, *texts = serve(runner, spec, wishes, depth=depth, masks=masks).tokens
+        plain, *texts = serve(runner, spec, wishes, depth=depth, parts=[Grammars(masks, Drafts())]).tokens
         assert plain == without
         for tokens in texts:
             assert tokens[-1] == eos

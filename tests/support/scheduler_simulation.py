@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Callable, Iterable
 
-from moeserve.engine.planner import build_parts
+from moeserve.engine.planner import build_parts, build_text_parts
+from moeserve.grammars.made_masks import MadeMask, no_drafts
 from moeserve.kv_transfer import TicketOffice
 from moeserve.plan import DEFAULT_TERMS, Asked, FinishReason, Request, SamplingParams, StepPlan, Terms
-from moeserve.scheduling.drafting import Drafting
+from moeserve.scheduling.grammars import Drafts
 from moeserve.scheduling.kv_transfer import KvOffers
 from moeserve.scheduling.lower_tier import LowerTier, num_kept_free
 from moeserve.scheduling.outcomes import RequestOutput
@@ -22,6 +24,48 @@ from tests.support.cache_invariants import check_invariants
 from tests.support.kv_oracle import KvOracle, Record, mask_of, undisturbed
 
 VOCAB_SIZE = 50
+
+
+class PlayedMasks:
+    """Makes masks at once, but for requests whose ids are in `late`, and fails those in `broken`."""
+
+    def __init__(self) -> None:
+        self.late: set[str] = set()
+        self.broken: set[str] = set()
+        # The requests without a mask, with their drafts.
+        self.unmasked: dict[Request, array[int]] = {}
+        self.num_updates = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        return bool(self.unmasked)
+
+    def update(self, changes: Iterable[Request], drafts_of: Callable[[Request], array[int]] = no_drafts) -> None:
+        self.num_updates += 1
+        for request in changes:
+            if request.finished:
+                self.unmasked.pop(request, None)
+            else:
+                self.unmasked[request] = drafts_of(request)
+
+    def take(self, seconds: float = 0.0) -> list[MadeMask]:
+        asked = [(request, drafts) for request, drafts in self.unmasked.items() if request.request_id not in self.late]
+        for request, _ in asked:
+            del self.unmasked[request]
+        return [self._made(request, drafts) for request, drafts in asked]
+
+    def wait(self, seconds: float) -> None:
+        """Late masks come when they are told to."""
+
+    def _made(self, request: Request, drafts: array[int]) -> MadeMask:
+        if request.request_id in self.broken:
+            return MadeMask(request, error="broken")
+        output = request.token_ids[request.num_prompt_tokens :]
+        after = tuple(mask_of(output + drafts[: number + 1]) for number in range(len(drafts)))
+        # Some of them as if the grammar had forced them, or as the answer's layout.
+        forced, laid = divmod(len(output) % 9, 3)
+        forced = min(forced, len(drafts))
+        return MadeMask(request, mask_of(output), None, drafts, after, forced, min(laid, len(drafts) - forced))
 
 
 class Simulation:
@@ -51,7 +95,7 @@ class Simulation:
         num_window_blocks: int = 0,
         window: int = 0,
         stored: StoredBlocks | None = None,
-        drafting: Drafting | None = None,
+        drafting: Drafts | None = None,
         most_drafts: int = 0,
         overflow: Overflow = Overflow.AUTO,
         office: TicketOffice | None = None,
@@ -83,6 +127,9 @@ class Simulation:
         kv_parts = [part for part in (self.tier, self.offers) if part is not None]
         # By id of a suspect: the number of computed tokens that clears it.
         self._suspects: dict[str, int] = {}
+        self.masks = PlayedMasks()
+        text_parts = build_text_parts(self.masks, drafting or Drafts())
+        parts = build_parts(self.caches, lambda name: self._suspects.get(name, 0), pace, kv_parts, text_parts)
         self.scheduler = Scheduler(
             self.caches,
             max_num_seqs=max_num_seqs,
@@ -93,8 +140,7 @@ class Simulation:
             states=states,
             rope_switch=rope_switch,
             pace=pace,
-            drafting=drafting,
-            parts=build_parts(self.caches, lambda request_id: self._suspects.get(request_id, 0), pace, kv_parts),
+            parts=parts,
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs
@@ -102,9 +148,6 @@ class Simulation:
         self._in_flight: deque[list[StepPlan]] = deque()
         self.records: dict[str, Record] = {}
         self.plans: list[StepPlan] = []
-        # Requests by id whose masks are not made until they are removed from here.
-        self.late: set[str] = set()
-        self._unmasked: list[Request] = []
 
     def add(
         self,
@@ -131,9 +174,8 @@ class Simulation:
             namespace,
             priority,
             terms=terms,
-            budget=budget,
             earlier_output=earlier,
-            asked=Asked(offers_kv=offers_kv, predicted=array("i", predicted or [])),
+            asked=Asked(offers_kv=offers_kv, thought=budget, predicted=array("i", predicted or [])),
         )
         if resumed_from is not None:
             request.resumes, request.arrived_at = True, resumed_from
@@ -195,22 +237,8 @@ class Simulation:
             cache.reset()
             assert cache.num_free == cache.num_blocks
 
-    def _provide_masks(self) -> None:
-        """Give requests their masks at once, but for late ones."""
-        asked = [*self._unmasked, *self.scheduler.take_mask_changes()]
-        self._unmasked = [request for request in asked if request.request_id in self.late and not request.finished]
-        for request in asked:
-            if request not in self._unmasked and not request.finished:
-                output = request.token_ids[request.num_prompt_tokens :]
-                drafts = request.draft_tokens
-                after = [mask_of(output + drafts[: number + 1]) for number in range(len(drafts))]
-                # Some of them as if the grammar had forced them, or as the answer's layout.
-                forced, laid = divmod(len(output) % 9, 3)
-                forced = min(forced, len(drafts))
-                self.scheduler.provide(request, mask_of(output), drafts, after, forced, min(laid, len(drafts) - forced))
-
     def _schedule(self) -> list[StepPlan] | None:
-        self._provide_masks()
+        self._take(self.scheduler.end_declined())
         ready = [
             (record.request, record.request.lease)
             for record in self.records.values()
@@ -219,7 +247,7 @@ class Simulation:
             and not record.request.num_scheduled_tokens
             and self._suspects.get(record.request.request_id, 0) <= record.request.num_computed_tokens
             and len(record.history) - record.request.num_computed_tokens == 1
-            and not record.request.lacks_mask
+            and record.request not in self.masks.unmasked
         ]
         num_preemptions = self.scheduler.counters.preemptions
         plans = self.scheduler.schedule()
@@ -227,7 +255,7 @@ class Simulation:
             is_reading = self.tier is not None and self.tier.arrivals.waiting
             # Blocks that are copied, or held for another service until a turn's end, may be all that is left.
             is_held = self.offers is not None and self.offers.num_held > 0
-            is_stopped = self._unmasked or is_reading or is_held or any(cache.num_copied for cache in self.caches)
+            is_stopped = self.masks.unmasked or is_reading or is_held or any(cache.num_copied for cache in self.caches)
             assert self._in_flight or self.scheduler.is_idle or is_stopped, "something is runnable"
             return None
         chunks = [chunk for plan in plans for chunk in plan.chunks]

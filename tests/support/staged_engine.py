@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -15,12 +15,9 @@ from experts.parallel.collectives import Collectives
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
-from moeserve.engine.planner import build_caches, build_scheduler
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.pipeline import joined
-from moeserve.grammars.masks import GrammarMasks
 from moeserve.plan import StepPlan, StepResult
-from moeserve.scheduling.steps import Steps
 
 
 @dataclass
@@ -87,14 +84,7 @@ class StagedEngine(TokenEngine):
             ).start()
             for rank in range(num_ranks)
         ]
-        model = self.ranks[0].model
-        self._rank, self.spec, self._count = self.ranks[0], model.spec, 0
-        self.scheduler = build_scheduler(
-            config, model.kv, build_caches(config, model.kv), rope_switch=model.rope_switch
-        )
-        drafts: dict[str, Any] = {"most_drafts": self.scheduler.most_forced_drafts}
-        self.masks = GrammarMasks(directory / "tokenizer.json", self.spec.vocab_size, model.eos_token_ids, **drafts)
-        self.steps = Steps(self.scheduler, StagedExecutor(self.ranks), self._rank.depth, masks=self.masks)
+        self._schedule(directory, config, self.ranks[0], StagedExecutor(self.ranks))
 
     def close(self) -> None:
         self.masks.close()

@@ -54,18 +54,18 @@ def test_conversations_with_drafts_get_the_tokens_of_an_undisturbed_run(
     settings = enumerate(product([tiny, roomy], [False, True], [8, 13, 64]))
     for number, (num_blocks, run_ahead, budget) in list(settings)[half::2]:
         random = Random(f"{number} {block_size} {depth} {share_right}")
+        drafting = KnowingDrafting(random, share_right)
         simulation = Simulation(
             num_blocks=num_blocks,
             block_size=block_size,
             budget=budget,
             depth=depth,
             run_ahead=run_ahead and depth > 0,
-            drafting=KnowingDrafting(random, share_right),
+            drafting=drafting,
             most_drafts=MOST_DRAFTS,
         )
         converse(simulation, make_conversations(random), random)
-        counters = simulation.scheduler.draft_counters
-        assert counters is not None
+        counters = drafting.counters
         assert counters.chunks > 0
         assert (sum(counters.accepted) > 0) == (share_right > 0)
         if share_right == 1.0:
@@ -81,6 +81,7 @@ def test_conversations_with_drafts_and_recurrent_states_get_the_tokens_of_an_und
     settings = enumerate(product([False, True], [4, 7, 16], [0, 2, 30]))
     for number, (run_ahead, slots, snapshots) in list(settings)[half::2]:
         random = Random(f"{number} {block_size} {depth} {share_right}")
+        drafting = KnowingDrafting(random, share_right)
         simulation = Simulation(
             num_blocks=random.choice([-(-63 // block_size) + 1, 1000 // block_size]),
             block_size=block_size,
@@ -89,12 +90,11 @@ def test_conversations_with_drafts_and_recurrent_states_get_the_tokens_of_an_und
             run_ahead=run_ahead and depth > 0,
             states=StatePolicy(slots, random.choice([1, 4]), random.choice([8, 16])),
             num_snapshots=snapshots,
-            drafting=KnowingDrafting(random, share_right),
+            drafting=drafting,
             most_drafts=MOST_DRAFTS,
         )
         converse(simulation, make_conversations(random), random)
-        counters = simulation.scheduler.draft_counters
-        assert counters is not None
+        counters = drafting.counters
         if slots == 16:
             assert counters.chunks > 0
         assert share_right > 0 or not sum(counters.accepted)
@@ -245,7 +245,7 @@ def test_predicted_tokens_are_the_next_drafts_and_chunks_of_prompts_name_the_tok
         max_num_batched_tokens=6,
         max_num_queued_reqs=9,
         max_model_len=64,
-        drafting=Drafting(SpeculativeConfig("mtp", 16, 3, 2)),
+        parts=[Drafting(SpeculativeConfig("mtp", 16, 3, 2))],
     )
     scheduler.add(Request("r", array("i", range(10)), SamplingParams(max_tokens=5)))
     results = [
@@ -304,7 +304,7 @@ def test_no_text_is_read_while_no_drafts_can_pay_and_all_of_it_once_they_can() -
         max_num_batched_tokens=200,
         max_num_queued_reqs=9,
         max_model_len=64,
-        drafting=Drafting(SpeculativeConfig("auto", MOST_DRAFTS)),
+        parts=[Drafting(SpeculativeConfig("auto", MOST_DRAFTS))],
     )
     predicted = array("i", range(100, 140))
     for number in range(8):

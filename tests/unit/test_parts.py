@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from moeserve.engine.planner import build_parts
+from moeserve.engine.planner import build_parts, build_text_parts
 from moeserve.engine.prompt_watch import PromptWatch
-from moeserve.plan import Asked, FinishReason, Request, SamplingParams
+from moeserve.grammars.made_masks import MadeMask, no_drafts
+from moeserve.plan import Asked, Chunk, ChunkExtras, ChunkResult, FinishReason, Request, SamplingParams
 from moeserve.scheduling.cold_requests import ColdRequests
+from moeserve.scheduling.drafting import Drafting
+from moeserve.scheduling.grammars import Drafts, Grammars
 from moeserve.scheduling.pacing import Pace
-from moeserve.scheduling.parts import Part, Parts, Prefixes, overriding
+from moeserve.scheduling.parts import Decline, Part, Parts, Prefixes, overriding
+from moeserve.scheduling.sampled_tokens import append_sampled
 from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.thought_budgets import ThoughtBudgets
 from moeserve.scheduling.tool_waits import ToolWaits
 from moeserve.scheduling.trials import Trial
+from moeserve.settings.drafts import SpeculativeConfig
 from radix_cache import PrefixCache
 
 
-def request(name: str, *, least_cached: float = 0.0) -> Request:
-    return Request(name, array("i", range(1, 6)), SamplingParams(2), asked=Asked(least_cached))
+def request(name: str, *, least_cached: float = 0.0, max_tokens: int = 2, grammar: str | None = None) -> Request:
+    sampling = SamplingParams(max_tokens, grammar=grammar)
+    return Request(name, array("i", range(1, 6)), sampling, asked=Asked(least_cached))
+
+
+CHUNK = Chunk("r", array("i", [1]), 0, array("i", [0]), None)
 
 
 class Named(Part):
@@ -31,11 +41,11 @@ class Named(Part):
         self._calls.append(f"{self._name} enter")
         return self._watches
 
-    def declined(self, prefixes: Prefixes) -> Iterator[tuple[Request, FinishReason]]:
+    def declined(self, prefixes: Prefixes) -> Iterator[Decline]:
         self._calls.append(f"{self._name} declined")
         return iter(())
 
-    def planned(self, request: Request) -> None:
+    def planned(self, request: Request, chunk: Chunk) -> None:
         self._calls.append(f"{self._name} planned")
 
     def left(self, request: Request, reason: FinishReason) -> None:
@@ -54,13 +64,16 @@ class Finder:
     def is_looked_for(self, request: Request) -> bool:
         return self._is_looked_for
 
+    def count_found(self, request: Request) -> None:
+        request.num_cached_tokens = self._num_found
+
 
 def test_parts_are_called_in_the_order_of_their_list() -> None:
     calls: list[str] = []
     parts = Parts([Named("first", calls, watches=True), Named("second", calls, watches=True)])
     parts.enter(one := request("r"))
     parts.declined(Finder(0))
-    parts.record_planned(one)
+    parts.record_planned(one, CHUNK)
     parts.leave(one, FinishReason.STOP)
     assert calls == [
         f"{name} {hook}" for hook in ("enter", "declined", "planned", "left") for name in ("first", "second")
@@ -68,9 +81,10 @@ def test_parts_are_called_in_the_order_of_their_list() -> None:
 
 
 def test_a_service_asks_first_who_ends_requests_then_sources_then_who_holds_requests_and_who_follows_them() -> None:
-    caches, source = [PrefixCache(8, 4)], Part()
-    parts = build_parts(caches, lambda _: 0, Pace(None, 8, 2), [source])
-    assert list(map(type, parts)) == [ColdRequests, Part, Trial, ToolWaits, PromptWatch]
+    text_parts = build_text_parts(Made(), Drafting(SpeculativeConfig("suffix")))
+    parts = build_parts([PrefixCache(8, 4)], lambda _: 0, Pace(None, 8, 2), [Part()], text_parts)
+    of_text = [ThoughtBudgets, Drafting, Grammars]
+    assert list(map(type, parts)) == [ColdRequests, Part, Trial, *of_text, ToolWaits, PromptWatch]
 
 
 def test_only_parts_that_override_a_hook_are_called_for_it() -> None:
@@ -83,7 +97,7 @@ def test_a_request_that_nobody_watches_is_no_business_of_parts_at_its_chunks() -
     calls: list[str] = []
     parts = Parts([Named("part", calls)])
     parts.enter(one := request("r"))
-    parts.record_planned(one)
+    parts.record_planned(one, CHUNK)
     assert (calls, parts.watched) == (["part enter"], {})
 
 
@@ -103,7 +117,7 @@ def test_a_request_with_too_little_cached_is_declined_once_nothing_is_looked_for
     assert list(cold.declined(Finder(0, is_looked_for=True))) == []
     assert cold.sought_first() == [one]
     assert not cold.is_worth_reading(one, Finder(2))
-    assert list(cold.declined(Finder(2))) == [(one, FinishReason.CACHE_THRESHOLD)]
+    assert list(cold.declined(Finder(2))) == [Decline(one, FinishReason.CACHE_THRESHOLD)]
 
 
 def test_a_request_with_enough_cached_goes_on_like_any_other() -> None:
@@ -112,3 +126,66 @@ def test_a_request_with_enough_cached_goes_on_like_any_other() -> None:
     assert list(cold.declined(Finder(3))) == []
     assert list(cold.declined(Finder(0))) == []
     assert cold.is_worth_reading(one, Finder(0))
+
+
+def test_what_a_part_forces_comes_in_place_of_sampled_tokens_and_no_sampled_token_follows_it() -> None:
+    class Forcing(Part):
+        def forced(self, request: Request) -> Sequence[int]:
+            return (8, 9) if request.token_ids[-1] == 7 else ()
+
+    one, sampled = request("r", max_tokens=9), ChunkResult(6, further=((7, None), (5, None)))
+    chunk = Chunk("r", array("i", [5]), 4, array("i", [0]), one.sampling)
+    outputs = append_sampled(one, chunk, sampled, [Forcing()])
+    assert [output.token_id for output in outputs] == [6, 7, 8, 9]
+    assert one.num_forced_tokens == 2
+
+
+class Made:
+    """Makes the mask `b"m"` of each request that asks, once its id is in `due`."""
+
+    is_awaited = False
+
+    def __init__(self) -> None:
+        self.due: set[str] = set()
+        self.asked: list[tuple[str, list[int], bool]] = []
+        self._open: dict[str, Request] = {}
+
+    def update(self, changes: Iterable[Request], drafts_of: Callable[[Request], array[int]] = no_drafts) -> None:
+        for one in changes:
+            self.asked.append((one.request_id, drafts_of(one).tolist(), one.finished))
+            self._open[one.request_id] = one
+
+    def take(self, seconds: float = 0.0) -> list[MadeMask]:
+        return [MadeMask(self._open.pop(name), b"m") for name in sorted(self.due & self._open.keys())]
+
+    def wait(self, seconds: float) -> None:
+        """Nothing is made meanwhile."""
+
+
+def test_a_request_is_kept_out_of_the_queue_until_its_first_mask_and_held_until_each_further_one() -> None:
+    masks, one = Made(), request("r", grammar="start: /a/")
+    grammars = Grammars(masks, Drafts())
+    assert grammars.enter(one)
+    assert not grammars.enter(request("free"))
+    assert (list(grammars.declined(Finder(0))), grammars.keeps_out(one), grammars.ready()) == ([], True, [])
+    masks.due.add("r")
+    assert (list(grammars.declined(Finder(0))), grammars.ready(), grammars.holds(one)) == ([], [one], False)
+    chunk = Chunk("r", array("i", [1]), 0, array("i", [0]), one.sampling, ChunkExtras())
+    grammars.planned(one, chunk)
+    assert chunk.extras == ChunkExtras(mask=b"m")
+    grammars.appended(one, 7)
+    assert grammars.holds(one)
+    grammars.committed()
+    assert masks.asked == [("r", [], False)] * 2
+
+
+def test_masks_are_told_of_a_request_that_has_ended_and_of_its_late_mask_nothing_comes() -> None:
+    masks, one = Made(), request("r", grammar="start: /a/")
+    grammars = Grammars(masks, Drafts())
+    grammars.enter(one)
+    list(grammars.declined(Finder(0)))
+    one.finished = True
+    grammars.left(one, FinishReason.ABORT)
+    masks.due.add("r")
+    assert (list(grammars.declined(Finder(0))), grammars.ready()) == ([], [])
+    assert masks.asked == [("r", [], False), ("r", [], True)]

@@ -73,7 +73,7 @@ class Queue:
         self.num_added = 0
 
     def requests(self) -> list[Request]:
-        return [*self.scheduler.waiting.queue, *self.scheduler.waiting._unmasked.values()]
+        return list(self.scheduler.waiting.queue)
 
     def add(self, tenant: int, prompt: list[int], priority: int) -> None:
         scheduler, terms = self.scheduler, TENANTS[tenant]

@@ -22,7 +22,7 @@ def in_last_plan(run: Simulation) -> list[str]:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_request_whose_grammar_is_not_compiled_is_passed_by_all_others(depth: int) -> None:
     run = simulation(depth=depth, max_num_seqs=1)
-    run.late = {"bound"}
+    run.masks.late = {"bound"}
     run.add("bound", [1, 2, 3], BOUND, terms=Terms("a"))
     run.add("same key", [4, 5, 6], FREE, terms=Terms("a"))
     run.add("other key", [7, 8, 9], FREE, terms=Terms("b"))
@@ -32,18 +32,18 @@ def test_a_request_whose_grammar_is_not_compiled_is_passed_by_all_others(depth: 
     assert {name for name, record in run.records.items() if record.finish_reason} == {"same key", "other key"}
     assert (run.scheduler.num_waiting, run.scheduler.is_idle) == (1, False)
     assert run.scheduler.schedule() is None
-    run.late.clear()
+    run.masks.late.clear()
     run.run_and_check()
 
 
 def test_with_its_mask_it_takes_its_place_by_arrival() -> None:
     run = simulation(max_num_seqs=1)
-    run.late = {"first"}
+    run.masks.late = {"first"}
     run.add("running", [1], SamplingParams(max_tokens=2))
     run.step()
     run.add("first", [2, 3], BOUND)
     run.add("second", [4, 5], FREE)
-    run.late.clear()
+    run.masks.late.clear()
     order = []
     while not run.scheduler.is_idle:
         run.step()
@@ -60,11 +60,11 @@ def test_a_late_mask_leaves_its_own_row_out_of_steps_and_no_other(depth: int) ->
     run.add("free", [7, 8, 9], SamplingParams(max_tokens=9, seed=2))
     while len(run.records["late"].output) < 2:
         run.step()
-    run.late = {"late"}
+    run.masks.late = {"late"}
     while run.records["bound"].finish_reason is None:
         run.step()
     assert len(run.records["late"].output) <= 3
-    run.late.clear()
+    run.masks.late.clear()
     run.run_and_check()
     assert [len(record.output) for record in run.records.values()] == [9, 9, 9]
 
@@ -72,32 +72,28 @@ def test_a_late_mask_leaves_its_own_row_out_of_steps_and_no_other(depth: int) ->
 @pytest.mark.parametrize("depth", [0, 1])
 def test_an_abort_before_the_first_mask_leaves_nothing(depth: int) -> None:
     run = simulation(depth=depth)
-    run.late = {"bound"}
+    run.masks.late = {"bound"}
     request = run.add("bound", [1, 2, 3], BOUND).request
     run.step()
     run.abort("bound")
     assert run.records["bound"].finish_reason is FinishReason.ABORT
     assert (run.scheduler.is_idle, run.scheduler.num_waiting) == (True, 0)
-    assert run.scheduler.take_mask_changes() == [request]
-    run.scheduler.provide(request, b"late")
-    assert (run.scheduler.num_waiting, request.mask) == (0, None)
-    assert run.scheduler.fail(request, "late") is None
+    run.step()
+    assert request not in run.masks.unmasked
     run.check_all_done()
 
 
 def test_a_failed_grammar_ends_its_request_alone() -> None:
     run = simulation()
-    run.late = {"waits", "runs"}
+    run.masks.late = {"waits"}
     run.add("waits", [1, 2, 3], BOUND)
-    run.late.discard("runs")
     run.add("runs", [4, 5, 6], BOUND)
     run.add("free", [7, 8, 9], FREE)
     run.step()
+    run.masks.broken, run.masks.late = {"waits", "runs"}, set()
+    run.step()
     for name in ("waits", "runs"):
-        output = run.scheduler.fail(run.records[name].request, "broken")
-        assert output is not None
-        assert (output.finish_reason, output.error) == (FinishReason.ERROR, "broken")
-        run.records[name].finish_reason = FinishReason.ERROR
+        assert (run.records[name].finish_reason, run.records[name].error) == (FinishReason.ERROR, "broken")
     run.run_and_check()
     assert len(run.records["free"].output) == 4
 
@@ -108,7 +104,7 @@ def test_requests_that_wait_for_a_grammar_count_as_waiting_and_go_when_they_are_
 
     run = Simulation(num_blocks=40, block_size=4, max_num_seqs=1, max_num_queued_reqs=1, slo=Slo(1.0, burst_s=1.0))
     run.scheduler.set_time(0.0)
-    run.late = {"a", "b"}
+    run.masks.late = {"a", "b"}
     run.add("a", [1, 2, 3], BOUND)
     run.add("b", [1, 2, 3], BOUND)
     with pytest.raises(QueueFullError):
@@ -126,11 +122,11 @@ def test_a_preempted_request_keeps_its_mask_and_one_without_waits_for_it() -> No
         run.add(name, [number] * 5, SamplingParams(max_tokens=9, seed=number, grammar="start: /a*/"))
     for _ in range(3):
         run.step()
-    run.late = {"c"}
+    run.masks.late = {"c"}
     for _ in range(6):
         run.step()
     assert run.scheduler.counters.preemptions > 0
-    run.late.clear()
+    run.masks.late.clear()
     run.run_and_check()
 
 
@@ -140,9 +136,9 @@ def test_plans_are_the_same_bytes_when_masks_come_at_the_same_steps() -> None:
         for number in range(4):
             run.add(f"{number}", [number] * 6, SamplingParams(max_tokens=6, seed=number, grammar="start: /a*/"))
         for turn in range(12):
-            run.late = {f"{turn % 4}"}
+            run.masks.late = {f"{turn % 4}"}
             run.step()
-        run.late.clear()
+        run.masks.late.clear()
         run.run()
         return list(run.plans)
 
