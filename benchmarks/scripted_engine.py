@@ -13,8 +13,9 @@ import zmq
 from moeserve import wire
 from moeserve.config import ServeConfig
 from moeserve.plan import FinishReason
+from moeserve.run_context import RunContext
 from moeserve.scheduling.pacing import Backlog, Load
-from moeserve.wire import Admitted, EngineReady, Generate, Heartbeat, Hello, Message, Output, Outputs, RunContext, Stats
+from moeserve.wire import Admitted, EngineReady, Generate, Heartbeat, Hello, Message, Output, Outputs, Stats
 
 MODEL = "m"
 MAX_MODEL_LEN = 65_536

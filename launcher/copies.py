@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import TextIO
 
 from launcher.child import die_with_parent
+from moeserve.run_context import RunContext, load_run_context
 from moeserve.statuses import Ended, Forked, Report
-from moeserve.wire import RunContext, load_run_context
 
 # Serves until the event is set, and returns the exit code.
 Serve = Callable[[RunContext, threading.Event], int]

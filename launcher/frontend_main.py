@@ -23,7 +23,7 @@ from moeserve.frontend.prepare.messages import bound_pools
 from moeserve.frontend.server import serve
 from moeserve.frontend.services import Services
 from moeserve.model.spec import ModelError
-from moeserve.wire import load_run_context
+from moeserve.run_context import load_run_context
 
 # The model cannot be served, so another start would fail alike.
 EXIT_MODEL = 3

@@ -15,8 +15,8 @@ from launcher.life import RestartPolicy
 from launcher.processes import Child, describe_end, start_computing, statuses
 from launcher.supervisor import GROUP_MODULE, handled_signals
 from moeserve.forever import vital
+from moeserve.run_context import RunContext
 from moeserve.statuses import Computing, Ended, Failed, Forked, Loading, Met, Ready
-from moeserve.wire import RunContext
 
 # A node that gets SIGTERM waits this many seconds longer for node 0 than node 0 gives its streams to drain.
 _PATIENCE = 10.0

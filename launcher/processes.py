@@ -17,8 +17,8 @@ import msgspec
 
 from launcher.preflight import usable_cores
 from moeserve.config import ServeConfig, environment_name
+from moeserve.run_context import RunContext
 from moeserve.statuses import Failed, Report, Status
-from moeserve.wire import RunContext
 
 # They are for this process: systemd's, and where another service counts.
 _OWN = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "PROMETHEUS_MULTIPROC_DIR"}

@@ -25,8 +25,8 @@ from functools import partial
 
 from launcher.processes import decode_status, describe_end, reporter
 from moeserve.forever import repeat
+from moeserve.run_context import RunContext, load_run_context
 from moeserve.statuses import Ended, Failed, Forked, Report
-from moeserve.wire import RunContext, load_run_context
 
 # The time that rank 0 has to say why after the copy of another rank has ended.
 _SECONDS_TO_SAY_WHY = 1.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.preflight import LaunchError
 from moeserve.config import ConfigError, ServeConfig, state_root
 from moeserve.frontend.store.file import Locks, StoreError, network_of, prepare
-from moeserve.wire import RunContext
+from moeserve.run_context import RunContext
 
 FORGETFUL = "memory"
 

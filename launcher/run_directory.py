@@ -25,7 +25,7 @@ from moeserve.engine.kv_disk.files import disk_root, open_root
 from moeserve.model.contents import model_digest
 from moeserve.model.file_hashes import sampled_hashes
 from moeserve.model.spec import ModelError
-from moeserve.wire import RunContext
+from moeserve.run_context import RunContext
 
 _PREFIX = "moeserve-"
 # sockaddr_un holds 108 bytes with the final NUL; the longest socket name is heartbeat.<incarnation>.

@@ -44,8 +44,8 @@ from launcher.supervisor import Listeners, Supervisor, handled_signals
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.engine.ranks.messages import RankError
 from moeserve.model.spec import ModelError
+from moeserve.run_context import RunContext
 from moeserve.statuses import Loading, Ready
-from moeserve.wire import RunContext
 
 
 @click.command(cls=ServeCommand)

@@ -25,8 +25,9 @@ from launcher.watches import Vitals, any_is_stopped, wait_for_hang, wait_for_sil
 from launcher.wills import WillKeeper, allow_wills, wills_within
 from moeserve.engine.crashes.judgement import suspicion_after
 from moeserve.engine.crashes.record import read_record
+from moeserve.run_context import RunContext
 from moeserve.statuses import Ended, Failed, Forked, Loading, Ready, Status
-from moeserve.wire import EngineNews, Rest, RunContext, Tick, encode_news
+from moeserve.wire import EngineNews, Rest, Tick, encode_news
 
 WORKER_MODULE = "launcher.worker"
 GROUP_MODULE = "launcher.rank_group"

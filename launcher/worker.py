@@ -26,8 +26,8 @@ from launcher.processes import reporter
 from moeserve.config import ConfigError
 from moeserve.engine.ranks.messages import RankError
 from moeserve.model.spec import ModelError
+from moeserve.run_context import RunContext, load_run_context
 from moeserve.statuses import Failed, Report
-from moeserve.wire import RunContext, load_run_context
 
 _EXIT_FAILED = 3
 _ALONE = "The model process"

@@ -21,7 +21,7 @@ from moeserve.engine.rank import Rank
 from moeserve.model.contents import model_digest
 from moeserve.model.file_hashes import WEIGHTS_MEMORY, whole_hashes
 from moeserve.model.spec import DecoderSpec
-from moeserve.wire import RunContext
+from moeserve.run_context import RunContext
 
 _SOURCES = (experts, kernels, moeserve.model)
 _SOURCE_SUFFIXES = {".py", ".cpp", ".h"}

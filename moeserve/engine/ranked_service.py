@@ -40,8 +40,8 @@ from moeserve.engine.ranks.pipeline import PipelineExecutor, StageSteps
 from moeserve.engine.ranks.steps import RankedExecutor, RankSteps
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, dismiss_strangers, find_fault, introduction
 from moeserve.engine.service import LoadedPart, expert_faults_in_words, load_part, serve
+from moeserve.run_context import RunContext
 from moeserve.statuses import Computing, Met, Report
-from moeserve.wire import RunContext
 
 # While the service starts, a rank may be silent for this many times the engine's timeout.
 _STARTING_PATIENCE = 3

@@ -48,6 +48,7 @@ from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ANSWER_TOKENS, demo_named
 from moeserve.model.families import GenerationDefaults
 from moeserve.model.spec import ModelError, ModelSpec
+from moeserve.run_context import RunContext, keep_ready
 from moeserve.scheduling.lower_tier import LowerTier
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import Pace
@@ -57,7 +58,7 @@ from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, St
 from moeserve.settings.generation import MAX_NEW_TOKENS, parse_generation
 from moeserve.settings.kv_events import KvEventsConfig, parse_kv_events
 from moeserve.statuses import Ready, Report
-from moeserve.wire import EngineReady, RunContext, keep_ready
+from moeserve.wire import EngineReady
 from radix_cache import PrefixCache
 
 if TYPE_CHECKING:

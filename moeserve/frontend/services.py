@@ -31,9 +31,10 @@ from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_
 from moeserve.frontend.relay.engine_client import EngineClient
 from moeserve.frontend.relay.request_group import CrashSuspect, EngineAsleep, EngineBusy, EngineGone, EngineSilent
 from moeserve.frontend.text import TextTokenizer
+from moeserve.run_context import RunContext
 from moeserve.scheduling.pacing import service_slo
 from moeserve.settings.generation import parse_effort_budgets
-from moeserve.wire import ControlResult, Rest, RunContext, Stats, Tick
+from moeserve.wire import ControlResult, Rest, Stats, Tick
 
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0

@@ -37,6 +37,7 @@ ROOMS = {
         "grammars",
         "scheduling",
         "wire",
+        "run_context",
         "statuses",
         "model",
         "engine",

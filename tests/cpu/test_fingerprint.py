@@ -21,7 +21,7 @@ from moeserve.engine.memory_plan import plan_model
 from moeserve.engine.rank import Rank
 from moeserve.model.expert_store import ExpertFile, layouts_of, stored_experts
 from moeserve.model.gguf.folder import gguf_folder
-from moeserve.wire import RunContext
+from moeserve.run_context import RunContext
 from tests.support.gguf_export import write_gguf
 from tests.support.tiny_model import write_model_dir
 from tests.support.tiny_models import build, save

@@ -20,7 +20,7 @@ from moeserve.engine.ranks.meeting import Meeting
 from moeserve.engine.ranks.messages import Joined, Loaded, RankBeat, RankError, Shutdown
 from moeserve.engine.ranks.transport import RankHub, RankLink
 from moeserve.engine.service import LoadedPart
-from moeserve.wire import RunContext
+from moeserve.run_context import RunContext
 
 NUM_BEATS = 3  # one every 0.2 s: longer than ranks wait for each other in a step
 CONFIG = ServeConfig(expert_parallel_size=2, engine_timeout=1.0, threads=1)

@@ -13,6 +13,7 @@ import zmq
 
 from moeserve import wire
 from moeserve.plan import FinishReason, PromptProgress
+from moeserve.run_context import RunContext
 from moeserve.wire import (
     Abort,
     Admitted,
@@ -28,7 +29,6 @@ from moeserve.wire import (
     Outputs,
     Prompts,
     Rejected,
-    RunContext,
 )
 from tests.support.engine_ready import engine_ready
 from tests.support.tiny_model import EOS, VOCAB_SIZE

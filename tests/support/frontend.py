@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 
 from moeserve.config import ServeConfig
-from moeserve.wire import RunContext
+from moeserve.run_context import RunContext
 from tests.support.fake_engine import FakeEngine
 from tests.support.forking import popen
 from tests.support.tiny_model import TEMPLATE, write_model_dir

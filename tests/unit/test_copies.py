@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from moeserve.config import ServeConfig
-from moeserve.wire import RunContext
+from moeserve.run_context import RunContext
 
 ROOT = Path(__file__).resolve().parents[2]
 # Tells its incarnation and its pid, and serves until it is told to stop.
@@ -22,7 +22,7 @@ SCRIPT = """
 import os, sys, time
 from launcher.copies import Copies
 from launcher.processes import reporter
-from moeserve.wire import load_run_context
+from moeserve.run_context import load_run_context
 
 def serve(context, stop):
     report({"event": "serving", "incarnation": context.incarnation, "pid": os.getpid()})

@@ -428,7 +428,7 @@ def test_a_record_is_private_and_small(tmp_path: Path) -> None:
 
 def test_suspicion_travels_in_the_context(tmp_path: Path) -> None:
     from moeserve.config import ServeConfig
-    from moeserve.wire import RunContext, load_run_context
+    from moeserve.run_context import RunContext, load_run_context
 
     suspicion = Suspicion({"a": 3}, (("digest", 12.5),))
     context = RunContext(

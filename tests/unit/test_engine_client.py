@@ -19,6 +19,7 @@ from moeserve.frontend.relay import engine_client
 from moeserve.frontend.relay.engine_client import MAX_COMMANDS_OF_KEY, EngineClient, EngineLink
 from moeserve.frontend.relay.request_group import CrashSuspect, EngineAsleep, EngineBusy, EngineGone
 from moeserve.plan import FinishReason, SamplingParams
+from moeserve.run_context import RunContext, keep_ready
 from moeserve.wire import (
     Abort,
     Admitted,
@@ -32,11 +33,9 @@ from moeserve.wire import (
     Outputs,
     Rejected,
     Rest,
-    RunContext,
     ToEngine,
     decode,
     encode_news,
-    keep_ready,
     pack_token_ids,
     unpack_token_ids,
 )

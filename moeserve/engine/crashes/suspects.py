@@ -10,8 +10,9 @@ from dataclasses import replace
 from moeserve.engine.crashes.judgement import WORK, name_of_work
 from moeserve.engine.crashes.record import WorkRecord
 from moeserve.plan import StepPlan, owner_of
+from moeserve.run_context import RunContext
 from moeserve.scheduling.steps import RanksObserver
-from moeserve.wire import Generate, Left, RunContext, Suspicion
+from moeserve.wire import Generate, Left, Suspicion
 
 
 class Suspects(RanksObserver):

@@ -18,8 +18,8 @@ from moeserve.engine.fingerprint import fingerprint_of_kv
 from moeserve.engine.kv_disk.copier import NUM_READERS, PAUSES, Memories, as_block_memory, block_bytes
 from moeserve.engine.kv_disk.files import BlockFiles, disk_root, open_root, scan, seconds_to_read
 from moeserve.engine.rank import Rank
+from moeserve.run_context import RunContext
 from moeserve.settings.quantities import show_size
-from moeserve.wire import RunContext
 from radix_cache import Kind, StoredBlock, StoredBlocks
 
 _DAY_SECONDS = 86400.0

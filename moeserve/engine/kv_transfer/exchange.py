@@ -18,10 +18,11 @@ from moeserve.engine.kv_transfer.server import BlockServer
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.meeting import Gatekeeper, load_keys
 from moeserve.kv_transfer import TicketOffice, parse_kv_transfer
+from moeserve.run_context import RunContext
 from moeserve.scheduling.kv_transfer import KvFetches, KvOffers
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.scheduler import Scheduler
-from moeserve.wire import FeatureSamples, RunContext
+from moeserve.wire import FeatureSamples
 from radix_cache import PrefixCache
 
 _FOLDER = "kv-transfer"  # in the cache folder: hashes of weights

@@ -25,7 +25,7 @@ import zmq.auth
 
 from moeserve.config import ConfigError
 from moeserve.engine.ranks.messages import RankError
-from moeserve.wire import RunContext
+from moeserve.run_context import RunContext
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

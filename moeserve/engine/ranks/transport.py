@@ -26,7 +26,8 @@ from moeserve.config import VERSION
 from moeserve.engine.ranks.meeting import Gatekeeper, Meeting, machine_id
 from moeserve.engine.ranks.messages import Dismissed, FromRank, Joined, RankBeat, RankError, Shutdown, ToRank
 from moeserve.forever import repeat
-from moeserve.wire import MAX_FRAME_BYTES, MAX_STEP_BYTES, DecodeError, RunContext, decode, encode
+from moeserve.run_context import RunContext
+from moeserve.wire import MAX_FRAME_BYTES, MAX_STEP_BYTES, DecodeError, decode, encode
 
 # A message above this travels in several frames, so that no plan and no result is too large for a socket.
 _PART_BYTES = 8 * 2**20

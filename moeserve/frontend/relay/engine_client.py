@@ -22,6 +22,7 @@ import zmq.asyncio
 from moeserve import wire
 from moeserve.forever import Forever, cancel, vital
 from moeserve.frontend.relay.request_group import EngineAsleep, EngineBusy, EngineGone, EngineSilent, Past, RequestGroup
+from moeserve.run_context import RunContext, load_ready
 from moeserve.wire import (
     Abort,
     Admitted,
@@ -38,11 +39,9 @@ from moeserve.wire import (
     Refused,
     Rejected,
     Rest,
-    RunContext,
     Stats,
     Turned,
     decode_news,
-    load_ready,
 )
 
 log = structlog.get_logger(__name__)

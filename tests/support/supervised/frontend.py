@@ -7,7 +7,8 @@ import threading
 import time
 
 from launcher.child import die_with_parent
-from moeserve.wire import Tick, decode_news, load_run_context
+from moeserve.run_context import load_run_context
+from moeserve.wire import Tick, decode_news
 
 
 def tick(descriptor: int, heard: threading.Event) -> None:

@@ -12,7 +12,7 @@ from launcher.preflight import open_listener
 from launcher.run_directory import run_directory
 from launcher.supervisor import Grace, Listeners, Supervisor
 from moeserve.config import ServeConfig
-from moeserve.wire import RunContext
+from moeserve.run_context import RunContext
 
 
 def say(*words: object) -> None:

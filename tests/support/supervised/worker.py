@@ -10,8 +10,9 @@ import msgspec
 import zmq
 
 from launcher.processes import reporter
+from moeserve.run_context import load_run_context
 from moeserve.statuses import Failed, Loading, Ready
-from moeserve.wire import Heartbeat, encode, load_run_context
+from moeserve.wire import Heartbeat, encode
 
 READY = Ready(
     device="cpu",
