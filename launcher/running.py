@@ -25,7 +25,7 @@ _PATIENCE_S = 120.0  # seconds that a service gets to end, above the default of 
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What a service writes of itself into its run directory. started: seconds since the epoch."""
+    """A service's description of itself, in its run directory. started: seconds since the epoch."""
 
     pid: int
     url: str

@@ -39,16 +39,15 @@ _START_PATIENCE = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Grace:
-    """Seconds that children get to: name the rank that ended, tell clients of a failure, end after that, end after a
-    drain, end when the service falls asleep, end at once, answer HTTP for the first time."""
+    """Seconds that children get for each task; then they are killed."""
 
-    naming: float = 0.5
-    telling: float = 1.0
-    after_failure: float = 3.0
-    after_drain: float = 5.0
-    falling_asleep: float = 15.0
-    at_once: float = 1.5
-    http_ready: float = 30.0
+    naming: float = 0.5  # name the rank that ended
+    telling: float = 1.0  # tell clients of a failure
+    after_failure: float = 3.0  # end after a failure was told
+    after_drain: float = 5.0  # end after a drain
+    falling_asleep: float = 15.0  # end when the service falls asleep
+    at_once: float = 1.5  # end without a drain
+    http_ready: float = 30.0  # answer HTTP for the first time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +125,10 @@ class Supervisor:
     """Supervises one service: a worker and a frontend, children of this process.
 
     With several ranks the worker is torchrun's agent (`launcher.rank_group`), and the ranks die with it, unless
-    `worker_module` names another module. A worker that has served and ends is started again as the engine of the next
-    incarnation, which the frontend is told, in copies of the processes that have loaded the model where there are such
-    (`launcher.copies`); a frontend that ends is started again on the same listener, while the others serve. Each ends
-    the service after too many restarts (`RestartPolicy`), and at once where the ranks were not all started here.
+    `worker_module` names another module. A worker that ends after it has served is started again as the engine of
+    the next incarnation, and frontends are told. If a process that has loaded the model can be forked, the restart is a
+    fork (`launcher.copies`). A frontend that ends is started again on the same listener, while the others serve. The
+    service ends after too many restarts (`RestartPolicy`), and at once where the ranks were not all started here.
 
     `listener` is the listening socket, closed here at the end. All frontends accept from its one queue, so that a
     connection waits for none of them in particular. The modules are the children's entry points:

@@ -36,9 +36,8 @@ class PrefixCache:
 
     A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; prefixes published in the namespace PUBLIC serve all other
     namespaces too, except namespaces whose names end with APART. An account retains at most `retention_share` of all
-    blocks, unless a call gives its share. Of `pin_share` of all blocks an account pins at most half, and all together
-    no more, but for accounts with a share of their own. Time is the caller's, set by `set_time`; there is no clock
-    inside.
+    blocks, unless a call gives its share. All accounts together pin at most `pin_share` of the blocks, and one account
+    half of that, unless it has a share of its own. Time is the caller's, set by `set_time`; there is no clock inside.
 
     Models with recurrent states give `snapshot_rows`, the rows of the rank's pool of states that hold snapshots. Then a
     prefix serves only up to a boundary with a snapshot; its KV after that is computed again. The caller takes a row
@@ -130,7 +129,7 @@ class PrefixCache:
     def num_available_to(self, namespace: str, enough: int | None = None) -> int:
         """Count the blocks that `extend` with `sparing` could give to a lease of a namespace now.
 
-        enough: the caller needs no more, and a count of as many, which costs less, may be too low.
+        enough: stop counting here; the result is then a lower bound.
         """
         num_spared, account = int(_SPARED_SHARE * self.num_blocks), account_of(namespace)
         if enough is not None:

@@ -45,9 +45,8 @@ class WorthQueue(Generic[Row]):
     """
 
     def __init__(self, excess: Callable[[str, int], float]) -> None:
-        """excess: measures an account's holding of a number of rows (`Victims.excess_of`); -inf if the account is
-        nobody's, and so the last. For the same number it may fall at any time; when it rises `reorder` is to be
-        called."""
+        """excess: returns how far an account with a number of rows is over its share (`Victims.excess_of`); -inf for
+        rows that no account owns. Call `reorder` after it has risen for the same number."""
         self._excess = excess
         self._holdings: dict[str, _Holding[Row]] = {}
         # By row: the account, the worth, and the number of its live entry.

@@ -11,9 +11,9 @@ from moeserve.scheduling.parts import Part
 from moeserve.scheduling.waiting_room import WaitingRoom
 from radix_cache import Tier
 
-_WAIT_SECONDS = 0.002  # of one wait for copies that end, as the last writes of an ending engine
-_SEARCH_SECONDS = 0.001  # that the engine waits for a search of files
-_LAST_WRITES_SECONDS = 5.0  # that an ending engine writes KV for at most
+_WAIT_SECONDS = 0.002  # an ending engine looks this often whether its last writes are done
+_SEARCH_SECONDS = 0.001  # the longest wait of the engine for a file lookup
+_LAST_WRITES_SECONDS = 5.0  # an ending engine writes KV for at most this long
 
 
 class Copier(Protocol):

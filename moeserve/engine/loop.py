@@ -45,7 +45,7 @@ from moeserve.wire import (
 )
 from radix_cache import PrefixCache
 
-_IDLE_POLL_SECONDS = 0.25  # that an idle engine waits for a message before it looks after its ranks
+_IDLE_POLL_SECONDS = 0.25  # an idle engine looks after its ranks this often
 # The poll interval while a file is written, as its end wakes no thread.
 _WRITING_POLL_SECONDS = 0.02
 _WAITING_POLL_SECONDS = 0.002  # between two looks for messages while all requests wait for KV
@@ -236,7 +236,7 @@ class Engine:
         )
 
     def _wait_s(self, request: Request) -> float:
-        """Return the wait of a request that is refused now, had it been queued; at least 1 s."""
+        """Return the Retry-After of a refused request, in seconds; at least 1."""
         load = self._scheduler.load(request.num_uncached_tokens)
         return max(1.0, load.wait_s(request.terms.tenant, request.terms.weight))
 

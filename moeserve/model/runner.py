@@ -98,8 +98,8 @@ class ModelRunner:
 
         Return the tokens of each step, all of one prompt, and its seconds.
 
-        begin_step: receives each step's number of rows. Several ranks warm up together. only_size: the tokens of the
-        only step, where nothing prepares for a number of rows; it is no measure for others, and nothing is returned.
+        begin_step: receives each step's number of rows. Several ranks warm up together. only_size: compute
+        one step of this many tokens, and measure nothing.
 
         Write into state slot 0 and into blocks from 0 on, as many as `max_num_tokens` tokens need or as exist; no
         request may hold them yet. Raise ModelError for a model that cannot be served. Raise CheckpointError if logits

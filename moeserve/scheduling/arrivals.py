@@ -14,7 +14,7 @@ from moeserve.scheduling.parts import Part
 from moeserve.scheduling.request_memory import RankLoads
 from radix_cache import Fill
 
-LEAST_WAIT_SECONDS = 5.0  # that requests wait for blocks, and for a search of files, at most
+LEAST_WAIT_SECONDS = 5.0  # the longest wait of a request for blocks, or for a file lookup
 _UNKNOWN_WAIT_SECONDS = 30.0  # the same while it is not known how long computing takes
 
 

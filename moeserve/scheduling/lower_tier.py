@@ -134,7 +134,7 @@ class TierCounters:
 
 @dataclass(slots=True)
 class _Lookup:
-    """What the tier knows of a request that has not ended."""
+    """The tier's state of a request that has not ended."""
 
     is_sought: bool = False  # files that other services have written were looked for
     is_over: bool = False  # it waits for no block from here
@@ -327,7 +327,7 @@ class LowerTier(Source[CopyJob, CopyResult]):
         counters.read_bytes += num_bytes
         counters.read_seconds += result.seconds
         num_filled = len(result.num_bytes)
-        # It is no failure where the block was removed here while it was read.
+        # A block that this engine removed while it was read is no failure.
         if result.error is not None and (name := fill.copies[num_filled].name) in self._stored:
             counters.num_gone += result.error == GONE
             counters.num_damaged += result.error != GONE

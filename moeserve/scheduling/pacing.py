@@ -29,10 +29,10 @@ _SMOOTHING = 0.1
 # While requests wait, a step may take this share of the time to the first token, otherwise the rest of it: a request
 # that comes during a step needs another one.
 _STEP_SHARE = 1 / 3
-# Seconds that a step with running streams takes at most while nobody waits, and the largest share of such a step that
-# the streams' own tokens may take: where they take more, the step may be longer.
+# Seconds; the longest step while streams run and nobody waits.
 _LONGEST_GAP_S = 0.25
-_GIVEN_UP_FOR_GAPS = 1 / 5
+# If decodes alone take more than this share of the longest step, a step may be longer.
+_LARGEST_SHARE_OF_DECODES = 1 / 5
 # The largest share of the throughput that is given up for shorter steps.
 _MOST_GIVEN_UP = 1 / 2
 # Most answers take at most this many times the average time.
@@ -83,7 +83,7 @@ class Patience:
         self._empty_at: float | None = None
         self._pressed_at = 0.0
         self._burst_s = slo.burst_s
-        # Without time for bursts every overload is.
+        # No burst is allowed for: every overload is a lasting one.
         self.is_lasting = not slo.burst_s
 
     def observe(self, now: float, waiting: tuple[float, float] | None, step_s: float) -> None:
@@ -104,7 +104,7 @@ class Patience:
             self.is_lasting = waiting[1] - self._empty_at >= self._burst_s
 
     def limit(self, prefill_s: float, step_s: float = 0.0) -> float:
-        """Return the longest wait for which a request is taken in whose own prompt takes `prefill_s`.
+        """Return the longest wait at which a request with a prefill of `prefill_s` is still admitted.
 
         step_s: of the step under way, for which its first token waits too. A request whose own prompt takes longer than
         the objective is never in time. It may wait in proportion to that, at any load, as a request of the objective's
@@ -211,7 +211,7 @@ class StepBound:
         step_s = self.ttft_s * (_STEP_SHARE if self.is_awaited else 1 - _STEP_SHARE)
         if not self.is_awaited:
             own_s = self.cost.seconds(decodes.rows, decodes.attended)
-            step_s = min(step_s, max(self.gap_s, own_s / _GIVEN_UP_FOR_GAPS))
+            step_s = min(step_s, max(self.gap_s, own_s / _LARGEST_SHARE_OF_DECODES))
         if least_s > step_s or not self.is_awaited:
             step_s = max(step_s, least_s / (1 - _MOST_GIVEN_UP))
         return min(self.pace_s, step_s)

@@ -34,7 +34,7 @@ class RequestMemory:
     def num_available_blocks(self, request: Request, *, sparing: bool, enough: int | None = None) -> int:
         """Count the blocks that the request could get now. See `grow` for `sparing`.
 
-        enough: a count of as many may be too low, and costs less.
+        enough: stop counting here; the result is then a lower bound.
         """
         return self._cache.num_available_to(request.namespace, enough) if sparing else self._cache.num_available
 
@@ -427,7 +427,7 @@ class RankLoads:
 
     @property
     def num_followers_tried(self) -> int:
-        """The number of requests that were found to wait for another one. Others that await the same cost no try."""
+        """The number of requests known to wait for another one; a request behind one of these costs no search."""
         return len(self._awaited)
 
     def _is_known_to_follow(self, request: Request) -> bool:

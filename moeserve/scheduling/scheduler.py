@@ -447,9 +447,10 @@ class Scheduler:
     def _admit(self, draft: PlanDraft, candidates: Iterable[Request] | None = None) -> None:
         """Admit waiting requests while budget, places and memory for their whole prompts last.
 
-        No request passes one of its own tenant that finds no memory. Other tenants' requests do until they have had as
-        much as it will. While parts hold a request, its place is kept, and of its tenant only requests that an
-        earlier engine had are admitted. candidates: in the order in which they are tried; None for all.
+        No request passes one of its own tenant that finds no memory. A request of another tenant passes it until that
+        tenant has had as much as this one will have. While parts hold a request, its place is kept, and of its tenant
+        only requests that an earlier engine had are admitted. candidates: in the order in which they are tried; None
+        for all.
         """
         if not len(self.waiting.queue) or draft.is_full or self._running.num_taken >= self._num_places:
             return

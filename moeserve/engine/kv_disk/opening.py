@@ -23,8 +23,8 @@ from moeserve.settings.quantities import show_size
 from radix_cache import Kind, StoredBlock, StoredBlocks
 
 _DAY_SECONDS = 86400.0
-# The first guess of the disk's rate reads this number of blocks, spread over the times of their last use, in about this
-# number of seconds. Of fewer bytes the time says more of opening files than of reading.
+# The first guess of the disk's rate: number of blocks, spread over the times of their last use; seconds that it takes;
+# bytes below which the time would be that of opening files, not of reading.
 _PROBED_BLOCKS, _PROBE_SECONDS, _LEAST_PROBED_BYTES = 8, 0.1, 1 << 20
 
 log = structlog.get_logger(__name__)

@@ -139,7 +139,7 @@ class PlanSender:
         described, run, sent_of, number = list[Any](), array("i"), self._sent.get, self._num_plans
         for chunk in chunks:
             sent = sent_of(chunk.request_id)
-            # So it is with most chunks of a large step.
+            # Fast path: most chunks of a large step are plain, and its cost grows with their number.
             if sent is not None and _is_next_token(chunk, sent):
                 block_table, before = chunk.block_table.tobytes(), sent.block_table
                 if block_table == before or block_table.startswith(before):

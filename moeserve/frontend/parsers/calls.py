@@ -53,13 +53,12 @@ class CallShape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JsonLayout:
-    """What templates write around calls: before the first, before each one's arguments (with NAME for the tool's name),
-    between two, and behind the last."""
+    """The texts that templates write around calls."""
 
     before: str
-    after: str = ""
+    after: str = ""  # behind the last
     between: str = ", "
-    object: str = '{"name": "NAME", "arguments": '
+    object: str = '{"name": "NAME", "arguments": '  # before each call's arguments; NAME stands for the tool's name
 
     @property
     def is_keyed(self) -> bool:

@@ -29,7 +29,7 @@ _TEXT_KINDS = frozenset({"true", "string"})
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What templates write around names and values. In a model's text the white space between tags is free.
+    """The texts that templates write around names and values. In a model's text the white space between tags is free.
 
     region: around calls, or two empty texts. call: before the name, behind it, and behind the arguments. argument:
     before the key, behind it, and behind the value. between: two calls. is_loose: some models leave out line breaks.

@@ -25,7 +25,7 @@ _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 class Properties:
-    """What the schema of an object, a part of `root`, says of its properties. References and branches are followed."""
+    """The schemas of an object's properties. References of its schema, a part of `root`, and branches are followed."""
 
     def __init__(self, schema: Any, root: Any = None) -> None:
         """root: where references begin; `schema` itself for None."""

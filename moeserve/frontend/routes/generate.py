@@ -78,16 +78,14 @@ Keep = Callable[[Formatter, bytes], Awaitable[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The parts of one API: how its requests are prepared and its answers written.
-
-    lend: gives the earlier items that a request refers to. cut: the event that ends a stream of unknown content. keep:
-    is given the last bytes of an answer; returns them, or others, once the answer is kept. headers: of a stream.
-    """
+    """The parts of one API: how its requests are prepared and its answers written."""
 
     kind: Kind
-    lend: Lend | None = None
-    cut: Callable[[ApiError], bytes] = ApiError.event
+    lend: Lend | None = None  # gives the earlier items that a request refers to
+    cut: Callable[[ApiError], bytes] = ApiError.event  # the event that ends a stream of unknown content
+    # Stores the answer, and returns the last bytes to send, which may differ from its argument.
     keep: Keep | None = None
+    # Of a stream.
     headers: Headers = field(default_factory=lambda: STREAM_HEADERS)
 
 
