@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,7 @@ import msgspec
 from starlette.types import Receive, Scope
 
 from moeserve.frontend.admission import Admission, most_choices
+from moeserve.frontend.dialects.fields import EFFORT
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier, Named
 from moeserve.frontend.errors import ApiError, unavailable
@@ -39,6 +41,9 @@ from moeserve.wire import ControlResult, Rest, Stats, Tick
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
 
+# Variables of chat templates that switch thinking, or say how much of it is wanted.
+_SWITCHES = ("enable_thinking", "thinking", EFFORT)
+
 # Returns the kept items with these names.
 Lend = Callable[[Named], Awaitable[Earlier]]
 
@@ -54,13 +59,16 @@ class Services:
         num_dropped_lines: Callable[[], int] = lambda: 0,
         news_fd: int | None = None,
         number: int = 0,
+        switches: frozenset[str] = frozenset(),
     ) -> None:
         """shape: how the model writes reasoning and calls. num_dropped_lines: of this process's logs, for a metric.
-        news_fd: see `EngineClient`. number: of this frontend in the service, from 0."""
+        news_fd: see `EngineClient`. number: of this frontend in the service, from 0. switches: variables of
+        the chat template that switch thinking."""
         self.run = run
         self.number = number
         self.tokenizer = tokenizer
         self.shape = shape
+        self.switches = switches
         self.thoughts = Thoughts(tokenizer, shape, run.config)
         self.metrics = Metrics(
             num_dropped_lines,
@@ -102,7 +110,8 @@ class Services:
         sources = read_sources(folder)
         parsers = run.config.tool_call_parser, run.config.reasoning_parser
         shape = choose_shape(sources, model_type_of(folder), *parsers, tokenizer.added_ids)
-        return cls(run, tokenizer, shape, num_dropped_lines, news_fd, number)
+        switches = frozenset(name for name in _SWITCHES if any(re.search(rf"\b{name}\b", text) for text in sources))
+        return cls(run, tokenizer, shape, num_dropped_lines, news_fd, number, switches)
 
     async def start(self) -> None:
         """Connect to the engine without waiting, and start the text processes, so that no request does."""

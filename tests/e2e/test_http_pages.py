@@ -120,3 +120,25 @@ def read_events(response: Any) -> Iterator[tuple[str, Any]]:
             name = line.removeprefix("event: ")
         elif line.startswith("data: "):
             yield name, json.loads(line.removeprefix("data: "))
+
+
+@pytest.mark.parametrize(
+    ("template", "budgets", "thinking"),
+    [
+        ("{% if enable_thinking %}<think>{% endif %}", "{}", {"can_be_off": True, "efforts": []}),
+        ("{{ reasoning_effort }}", "{}", {"can_be_off": False, "efforts": ["low", "medium", "high"]}),
+        ("it says thinkingly", '{"low": 9}', {"can_be_off": False, "efforts": ["low"]}),
+    ],
+)
+def test_the_models_say_how_they_sample_and_how_they_can_be_asked_to_think(
+    tmp_path: Path, template: str, budgets: str, thinking: dict[str, Any]
+) -> None:
+    facts = {"default_sampling": {"temperature": 0.6}}
+    settings = {"reasoning_parser": "qwen3", "reasoning_effort_budgets": budgets}
+    with frontend(tmp_path, engine=facts, template=template, **settings) as running:
+        (model, _) = running.http.get("/v1/models").json()["data"]
+        assert (model["default_sampling"], model["thinking"]) == ({"temperature": 0.6}, thinking)
+
+
+def test_a_model_that_does_not_think_says_so(server: Frontend) -> None:
+    assert server.http.get("/v1/models/tiny", headers=bearer("bob")).json()["thinking"] is None

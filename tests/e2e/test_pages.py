@@ -12,6 +12,7 @@ from moeserve.wire import Abort, Generate, Stats
 from tests.support.browser import Browser, Page, chromium, find_chromium
 from tests.support.fake_engine import compute, say, trickle
 from tests.support.frontend import Frontend, frontend
+from tests.support.pages import answered, ask, delta, prompts, sse, texts
 
 PROGRAM = find_chromium()
 pytestmark = [
@@ -35,7 +36,6 @@ Some **bold**, *slanted* and `code`, a [link](https://example.org/a) and <img sr
 print("<script>")
 ```
 """
-IDLE = "!document.querySelector('#send').hidden && document.querySelector('#stop').hidden"
 
 
 @pytest.fixture(scope="module")
@@ -70,37 +70,6 @@ def chat(browser: Browser, server: Frontend) -> Iterator[Page]:
     yield page
     page.serve_routes()
     assert page.problems == []
-
-
-def ask(page: Page, text: str) -> None:
-    page.evaluate("document.querySelector('#question').focus()")
-    page.type(text)
-    page.press("Enter")
-
-
-def answered(page: Page, num_answers: int = 1) -> None:
-    page.wait(f"document.querySelectorAll('.assistant').length === {num_answers} && {IDLE}")
-
-
-def texts(page: Page, selector: str) -> list[str]:
-    found: list[str] = page.evaluate(
-        f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)"
-    )
-    return found
-
-
-def prompts(server: Frontend) -> list[Generate]:
-    found: list[Generate] = server.engine.of(Generate)
-    return found
-
-
-def sse(*events: dict[str, Any]) -> tuple[int, str, str]:
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-    return 200, "text/event-stream", body + "data: [DONE]\n\n"
-
-
-def delta(finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish_reason}]}
 
 
 def test_an_answer_comes_with_its_figures(chat: Page) -> None:
@@ -339,7 +308,7 @@ def test_the_page_is_used_by_keyboard_alone(chat: Page) -> None:
         assert chat.evaluate(style) != ["none", "none"], stops
         assert len(stops) < 20
     assert stops[0] == "new"
-    assert stops[1:5] == ["Dashboard", "API", "key", "Theme: auto"]
+    assert stops[1:6] == ["search", "import", "Dashboard", "key", "Theme: auto"]
     assert "settings-open" in stops
     chat.evaluate("document.querySelector('.skip').focus()")
     chat.press("Enter")

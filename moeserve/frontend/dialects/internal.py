@@ -427,7 +427,7 @@ class EventWriter:
             content,
             logprobs,
             b"null" if finish is None else b'"' + finish.encode() + b'"',
-            _usage_tail(usage) if usage is not None and self._continuous_usage else self._tail,
+            _usage_tail(usage, is_last=False) if usage is not None and self._continuous_usage else self._tail,
         )
 
     def progress(self, index: int, content: bytes, progress: PromptProgress) -> bytes:
@@ -504,8 +504,12 @@ def _by_id(token: TokenText, logprobs: TokenLogprobs, tokenizer: TextTokenizer) 
     }
 
 
-def _usage_tail(usage: Usage) -> bytes:
-    return b',"usage":' + msgspec.json.encode(openai_usage(usage)) + b"}\n\n"
+def _usage_tail(usage: Usage, *, is_last: bool = True) -> bytes:
+    """Return the end of an event with the counts so far; the cache report is in the last one alone."""
+    counts = openai_usage(usage)
+    if not is_last:
+        counts.pop("cache_report", None)
+    return b',"usage":' + msgspec.json.encode(counts) + b"}\n\n"
 
 
 def finite(logprob: float) -> float:

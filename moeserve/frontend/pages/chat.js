@@ -1,24 +1,28 @@
 // The chat page: one conversation is open, at most one answer is under way.
 
-import { Server, readEvents } from "./api.js";
+import { emptyAnswer, streamAnswer, wireMessages } from "./answers.js";
+import { Server } from "./api.js";
+import { Attachments } from "./attachments.js";
 import { Conversations } from "./conversations.js";
-import { button, count, duration, el, find, notify } from "./dom.js";
+import { button, count, el, find, notify } from "./dom.js";
 import { MessageView } from "./messages.js";
 import { NOTHING_SET, SettingsForm, requestBody } from "./settings.js";
+import { showSnippets } from "./snippets.js";
+import { beginVersion, turnTo } from "./versions.js";
 
 const LAST_SETTINGS = "moeserve.settings";
 const NEAR_THE_END = 80;
-const PROGRESS_EVERY_MS = 250;
 
 const server = new Server(["moeserve.key"]);
 const store = new Conversations();
 const log = find("#messages");
 const field = find("#question");
 const form = new SettingsForm(keepSettings);
+const attachments = new Attachments();
 
 let conversation = null;
 let views = new Map();
-let models = []; // Names, once the server has told them.
+let models = []; // As the server tells them.
 let answering = null; // The AbortController of the answer under way.
 let follows = true; // Whether the end of the answer stays in sight.
 
@@ -27,15 +31,20 @@ let follows = true; // Whether the end of the answer stays in sight.
 function open(next) {
   answering?.abort();
   conversation = next;
-  views = new Map();
-  log.replaceChildren();
   chooseModel();
-  for (const message of conversation.messages) addView(message);
-  refreshLast();
+  showMessages();
   showList();
-  find("#empty").hidden = conversation.messages.length > 0;
   follows = true;
   scroll();
+}
+
+/** All messages of the open conversation. */
+function showMessages() {
+  views = new Map();
+  log.replaceChildren();
+  for (const message of conversation.messages) addView(message);
+  find("#empty").hidden = conversation.messages.length > 0;
+  refreshLast();
 }
 
 function openNew() {
@@ -48,7 +57,7 @@ function openNew() {
 function showList() {
   find("#title").textContent = conversation.title;
   document.title = `${conversation.title} · moeserve`;
-  const rows = store.list().map((entry) => {
+  const rows = store.search(find("#search").value).map((entry) => {
     const current = entry.id === conversation.id;
     const title = button(entry.title, () => choose(entry.id), { class: "title", "aria-current": current && "true" });
     return el("li", { class: current && "current" }, title, current ? conversationActions(title) : null);
@@ -107,6 +116,18 @@ function exportConversation() {
   setTimeout(() => URL.revokeObjectURL(address), 1000);
 }
 
+async function importConversations(files) {
+  for (const file of files) {
+    try {
+      const read = store.read(await file.text(), lastSettings());
+      keep(read);
+      open(read);
+    } catch (error) {
+      notify(`“${file.name}” is no exported conversation: ${error.message}.`);
+    }
+  }
+}
+
 function remove() {
   answering?.abort();
   const gone = conversation;
@@ -150,7 +171,7 @@ function keepSettings(settings) {
 /** A conversation whose model is not served any more goes on with the first that is. */
 function chooseModel() {
   const { settings } = conversation;
-  if (models.length && !models.includes(settings.model)) settings.model = models[0];
+  if (models.length && !models.some(({ id }) => id === settings.model)) settings.model = models[0].id;
   form.show(settings);
   showModel();
 }
@@ -161,15 +182,28 @@ function showModel() {
 
 async function loadModels() {
   const { data } = await server.json("/v1/models");
-  models = data.map((model) => model.id);
+  models = data;
   form.showModels(models);
   chooseModel();
+  showContext();
+}
+
+/** How much of the context the conversation takes, as of the latest answer. */
+function showContext() {
+  const stats = conversation.messages.findLast((message) => message.stats?.prompt)?.stats;
+  const most = models.find(({ id }) => id === conversation.settings.model)?.max_model_len;
+  const meter = find("#context");
+  meter.hidden = !stats || !most;
+  if (meter.hidden) return;
+  const used = Math.min(most, stats.prompt + stats.tokens);
+  find("#context-text").textContent = `${count(used)} of ${count(most)} tokens`;
+  Object.assign(find("#context meter"), { max: most, high: 0.9 * most, value: used });
 }
 
 // Messages.
 
 function addView(message) {
-  const view = new MessageView(message, { edit, regenerate, retry: regenerate, sendResults });
+  const view = new MessageView(message, { edit, regenerate, goOn, turn, retry, sendResults });
   views.set(message, view);
   log.append(view.root);
   return view;
@@ -178,7 +212,8 @@ function addView(message) {
 function add(message) {
   conversation.messages.push(message);
   find("#empty").hidden = true;
-  return addView(message);
+  addView(message);
+  return message;
 }
 
 /** Drops a message and all that follow. */
@@ -194,57 +229,70 @@ function refreshLast() {
   for (const [message, view] of views) {
     if (message.role === "assistant") view.update({ last: message === last, busy: false });
   }
+  showContext();
 }
 
 function send() {
   const text = field.value.trim();
-  if (!text || answering) return;
+  if ((!text && !attachments.files.length) || answering) return;
   field.value = "";
   fit();
-  add({ role: "user", content: text });
+  const files = attachments.take();
+  add({ role: "user", content: text, ...(files.length && { files }) });
   save();
-  answer();
+  answer(add(emptyAnswer()));
 }
 
 function edit(message, text) {
   answering?.abort();
-  cutAt(message);
-  add({ role: "user", content: text });
-  answer();
+  beginVersion(conversation.messages, message, { role: "user", content: text, ...(message.files && { files: message.files }) });
+  showMessages();
+  answer(add(emptyAnswer()));
   field.focus();
 }
 
 function regenerate(message) {
   answering?.abort();
-  cutAt(message);
-  answer();
+  const again = beginVersion(conversation.messages, message, emptyAnswer());
+  showMessages();
+  answer(again);
   field.focus();
+}
+
+function retry(message) {
+  answering?.abort();
+  cutAt(message);
+  answer(add(emptyAnswer()));
+  field.focus();
+}
+
+/** Goes on with an answer that was stopped or cut off. */
+function goOn(message) {
+  for (const name of ["stopped", "finish_reason", "error"]) delete message[name];
+  answer(message, { continue_final_message: true, add_generation_prompt: false });
+  field.focus();
+}
+
+function turn(message, version) {
+  answering?.abort();
+  turnTo(conversation.messages, message, version);
+  showMessages();
+  save();
 }
 
 function sendResults(message, results) {
   for (const { call, content } of results) {
     add({ role: "tool", tool_call_id: call.id, name: call.function.name, content });
   }
-  answer();
+  answer(add(emptyAnswer()));
   field.focus();
 }
 
-/** The messages in the API's form: without reasoning, and without answers that say nothing. */
-function wireMessages(messages) {
-  return messages
-    .filter((message) => message.role !== "assistant" || message.content || message.tool_calls?.length)
-    .map(({ role, content, tool_calls, tool_call_id }) => {
-      const plain = { role, content };
-      if (tool_calls?.length) Object.assign(plain, { tool_calls, content: content || null });
-      return tool_call_id ? { ...plain, tool_call_id } : plain;
-    });
-}
-
-async function answer() {
+/** Asks for what the message, the last one, is to hold. extra: fields of the request. */
+async function answer(message, extra = {}) {
   const asked = conversation;
   const said = wireMessages(asked.messages);
-  const message = { role: "assistant", content: "", reasoning: "", tool_calls: [], stats: null };
-  const view = add(message);
+  const view = views.get(message);
   const control = new AbortController();
   answering = control;
   follows = true;
@@ -259,8 +307,9 @@ async function answer() {
   try {
     // Whoever is quick asks before the server has told its models.
     if (!models.length) await loadModels();
-    asked.settings.model ||= models[0];
-    await stream(requestBody(asked.settings, said), message, control.signal, drawing, (text) => answering === control && showProgress(text));
+    asked.settings.model ||= models[0].id;
+    const body = { ...requestBody(asked.settings, said), ...extra };
+    await streamAnswer(server, body, message, control.signal, () => drawing.ask(), (text) => answering === control && showProgress(text));
   } catch (error) {
     if (control.signal.aborted) message.stopped = true;
     else message.error = error.message;
@@ -276,72 +325,6 @@ async function answer() {
   if (asked.messages.includes(message) && (asked === conversation || store.get(asked.id))) keep(asked);
   if (asked === conversation) refreshLast();
   scroll();
-}
-
-/** Asks, and fills the message while the answer comes. tell: is called with a line about what has come. */
-async function stream(body, message, signal, drawing, tell) {
-  const seen = { begin: performance.now(), first: null, last: null, usage: null, prompt: null, told: 0 };
-  const telling = setInterval(() => tell(progressOf(seen)), PROGRESS_EVERY_MS);
-  try {
-    const response = await server.request("/v1/chat/completions", { method: "POST", body, signal });
-    for await (const { data } of readEvents(response)) {
-      if (data === "[DONE]") break;
-      const event = JSON.parse(data);
-      if (event.error) throw new Error(event.error.message);
-      if (event.prompt_progress) Object.assign(seen, { prompt: event.prompt_progress, told: performance.now() });
-      seen.usage = event.usage ?? seen.usage;
-      const choice = event.choices?.[0];
-      if (choice && take(message, choice)) {
-        seen.last = performance.now();
-        seen.first ??= seen.last;
-        drawing.ask();
-      }
-    }
-  } finally {
-    clearInterval(telling);
-  }
-  message.stats = statsOf(seen);
-}
-
-/** What has come of an answer, in a line: how long the first token takes, then how many tokens and how fast. */
-function progressOf(seen) {
-  const now = performance.now();
-  if (seen.first === null) return seen.prompt ? promptLine(seen.prompt, now - seen.told) : `waiting for the first token · ${Math.floor((now - seen.begin) / 1000)} s`;
-  const { rate, tokens } = statsOf({ ...seen, last: now });
-  return `${count(tokens)} tokens${rate ? ` · ${rate.toFixed(1)} tokens/s` : ""}`;
-}
-
-/** How far a prompt was `since` milliseconds ago, and how much of the predicted time is left now. */
-function promptLine({ total, cache, processed, left_ms: left }, since) {
-  const done = `prompt: ${count(processed)} of ${count(total)} (${count(cache)} cached)`;
-  return left - since < 500 ? done : `${done} · ${duration((left - since) / 1000)} left`;
-}
-
-/** Adds a choice of an event to the message; whether it held anything. */
-function take(message, { delta, finish_reason: reason }) {
-  if (reason) message.finish_reason = reason;
-  const reasoning = delta.reasoning ?? delta.reasoning_content ?? "";
-  const content = delta.content ?? "";
-  message.reasoning += reasoning;
-  message.content += content;
-  for (const part of delta.tool_calls ?? []) {
-    const call = (message.tool_calls[part.index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
-    call.id ||= part.id ?? "";
-    call.function.name ||= part.function?.name ?? "";
-    call.function.arguments += part.function?.arguments ?? "";
-  }
-  return Boolean(reasoning || content || delta.tool_calls?.length);
-}
-
-function statsOf({ begin, first, last, usage }) {
-  const tokens = usage?.completion_tokens ?? 0;
-  return {
-    ttft: first === null ? null : (first - begin) / 1000,
-    rate: tokens > 1 && last > first ? ((tokens - 1) * 1000) / (last - first) : null,
-    tokens,
-    prompt: usage?.prompt_tokens ?? 0,
-    cached: usage?.prompt_tokens_details?.cached_tokens ?? null,
-  };
 }
 
 /** Draws at most once a frame. */
@@ -428,7 +411,16 @@ function listen() {
       field.focus();
     });
   }
-  find("#new").addEventListener("click", openNew);
+  for (const name of ["#new", "#new-short"]) find(name).addEventListener("click", openNew);
+  find("#search").addEventListener("input", showList);
+  find("#import").addEventListener("click", () => find("#import-chooser").click());
+  find("#import-chooser").addEventListener("change", async (event) => {
+    await importConversations(event.target.files);
+    event.target.value = "";
+  });
+  find("#snippets").addEventListener("click", () => {
+    showSnippets(requestBody(conversation.settings, wireMessages(conversation.messages)), Boolean(server.key));
+  });
   find("#key").addEventListener("click", async () => {
     if (await server.askForKey()) start();
   });

@@ -32,6 +32,27 @@ export class Conversations {
     localStorage.setItem(INDEX, JSON.stringify([{ id, title, updated }, ...others]));
   }
 
+  /** Titles and ids of the conversations in which all words of a text occur. */
+  search(text) {
+    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+    if (!words.length) return this.list();
+    return this.list().filter(({ id, title }) => {
+      const all = `${title}\n${(this.get(id)?.messages ?? []).map(({ content }) => content).join("\n")}`.toLowerCase();
+      return words.every((word) => all.includes(word));
+    });
+  }
+
+  /** A conversation of an exported text, under an id of its own. Throws where the text holds none. */
+  read(text, settings) {
+    const found = JSON.parse(text);
+    const messages = (Array.isArray(found) ? found : found?.messages)?.map(readMessage);
+    if (!messages?.length) throw new Error("it holds no messages");
+    const system = messages[0].role === "system" ? messages.shift().content : "";
+    const title = typeof found.title === "string" ? found.title.slice(0, 120) : UNTITLED;
+    const own = Object.entries(found.settings ?? {}).filter(([name, value]) => name in settings && typeof value === "string");
+    return { ...this.create({ ...settings, ...(system && { system }), ...Object.fromEntries(own) }), title, messages };
+  }
+
   remove(id) {
     localStorage.removeItem(PREFIX + id);
     localStorage.setItem(INDEX, JSON.stringify(this.list().filter((entry) => entry.id !== id)));
@@ -51,6 +72,25 @@ function read(name, otherwise) {
   } catch {
     return otherwise;
   }
+}
+
+const isText = (value) => typeof value === "string";
+// By the field of a message that an imported one may have beside role and content: whether a value can be shown.
+const FIELDS = {
+  reasoning: isText,
+  tool_call_id: isText,
+  name: isText,
+  tool_calls: (calls) => Array.isArray(calls) && calls.every((call) => isText(call?.function?.name) && isText(call.function.arguments)),
+  files: (files) => Array.isArray(files) && files.every((file) => isText(file?.name) && isText(file.text)),
+};
+
+function readMessage(message) {
+  const { role, content } = message ?? {};
+  if (!["system", "user", "assistant", "tool"].includes(role) || !isText(content ?? "")) {
+    throw new Error("a message in it has no role or is no text");
+  }
+  const rest = Object.entries(FIELDS).filter(([name, fits]) => fits(message[name]));
+  return { role, content: content ?? "", ...Object.fromEntries(rest.map(([name]) => [name, message[name]])) };
 }
 
 function titleOf(text) {

@@ -2,6 +2,8 @@
 // The time is linear in the length of the text, whatever it holds.
 
 import { button, copy, el } from "./dom.js";
+import { highlight } from "./highlight.js";
+import { renderMath } from "./math.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:\s+(.*?))?\s*#*\s*$/;
@@ -11,6 +13,8 @@ const ITEM = /^( {0,7})([-*+]|\d{1,9}[.)])(?:\s+|$)/;
 const DIVIDER = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
 const LANGUAGE = /^[\w+#.-]{1,24}/;
 const MAX_DEPTH = 12;
+const MATH_ENDS = { "$$": "$$", "\\[": "\\]" };
+const LONGEST_INLINE_MATH = 1000;
 
 /** Shows a text that grows: blocks that did not change keep their nodes. */
 export class MarkdownView {
@@ -32,13 +36,14 @@ export class MarkdownView {
 /** The blocks of lines: {kind, lines, source, ...}. */
 export function splitBlocks(lines) {
   const blocks = [];
+  const math = new MathBlocks(lines);
   let at = 0;
   while (at < lines.length) {
     if (!lines[at].trim()) {
       at += 1;
       continue;
     }
-    const block = readBlock(lines, at);
+    const block = readBlock(lines, at, math);
     block.source = lines.slice(at, block.end).join("\n");
     blocks.push(block);
     at = block.end;
@@ -46,7 +51,37 @@ export function splitBlocks(lines) {
   return blocks;
 }
 
-function readBlock(lines, at) {
+/** The formulas that stand on lines of their own. They have no blank line inside. */
+class MathBlocks {
+  constructor(lines) {
+    this.lines = lines;
+    this.noEndBefore = {};
+  }
+
+  /** The block that begins in a line, null for none. */
+  read(at) {
+    const line = this.lines[at].trim();
+    const begin = line.slice(0, 2);
+    const close = MATH_ENDS[begin];
+    if (!close || at < (this.noEndBefore[close] ?? 0)) return null;
+    let end = at;
+    let last = line.slice(2);
+    while (!last.trimEnd().endsWith(close)) {
+      end += 1;
+      last = this.lines[end] ?? "";
+      if (!last.trim()) {
+        this.noEndBefore[close] = end;
+        return null;
+      }
+    }
+    const text = [line.slice(2), ...this.lines.slice(at + 1, end + 1)].join("\n").trimEnd().slice(0, -2);
+    return { kind: "math", text, end: end + 1 };
+  }
+}
+
+function readBlock(lines, at, math) {
+  const formula = math.read(at);
+  if (formula) return formula;
   const line = lines[at];
   const fence = FENCE.exec(line);
   if (fence) return readCode(lines, at, fence);
@@ -56,7 +91,7 @@ function readBlock(lines, at) {
   if (QUOTE.test(line)) return readQuote(lines, at);
   if (ITEM.test(line)) return readList(lines, at);
   if (isTable(lines, at)) return readTable(lines, at);
-  return readParagraph(lines, at);
+  return readParagraph(lines, at, math);
 }
 
 function readCode(lines, at, fence) {
@@ -129,9 +164,9 @@ function cells(line) {
   return text.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 }
 
-function readParagraph(lines, at) {
+function readParagraph(lines, at, math) {
   let end = at + 1;
-  while (end < lines.length && lines[end].trim() && !interrupts(lines, end)) end += 1;
+  while (end < lines.length && lines[end].trim() && !interrupts(lines, end) && !math.read(end)) end += 1;
   return { kind: "paragraph", text: lines.slice(at, end).join("\n"), end };
 }
 
@@ -154,6 +189,8 @@ function render(block, depth) {
     case "heading":
       // The page's own headings are the first and the second level.
       return el(`h${Math.min(block.level + 2, 6)}`, { class: `level-${block.level}` }, inline(block.text));
+    case "math":
+      return el("div", { class: "formula", tabindex: "0" }, formula(block.text, true));
     case "rule":
       return el("hr");
     case "quote":
@@ -167,13 +204,18 @@ function render(block, depth) {
   }
 }
 
+/** A formula; what cannot be drawn is shown as it was written. */
+function formula(source, display) {
+  return renderMath(source, display) ?? el("code", { class: "math" }, source.trim());
+}
+
 function renderCode(block) {
   const copying = button("Copy", () => copy(block.text, copying), { class: "quiet" });
   return el(
     "figure",
     { class: "code" },
     el("figcaption", {}, el("span", {}, block.language || "text"), copying),
-    el("pre", { tabindex: "0" }, el("code", {}, block.text)),
+    el("pre", { tabindex: "0" }, el("code", {}, highlight(block.text, block.language))),
   );
 }
 
@@ -237,7 +279,13 @@ export function inline(text, depth = 0) {
 
 function readSpan(text, at, depth, absent) {
   switch (text[at]) {
+    case "$":
+      return readMath(text, at, text[at + 1] === "$" ? "$$" : "$", absent);
     case "\\":
+      if (text[at + 1] === "(" || text[at + 1] === "[") {
+        const found = readMath(text, at, text[at + 1] === "(" ? "\\)" : "\\]", absent);
+        if (found) return found;
+      }
       return /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "") ? { node: text[at + 1], end: at + 2 } : null;
     case "`":
       return readCodeSpan(text, at, absent);
@@ -275,6 +323,27 @@ function readCodeSpan(text, at, absent) {
   const inner = text.slice(at + length, end);
   const shown = /^ .*[^ ].* $/s.test(inner) ? inner.slice(1, -1) : inner;
   return { node: el("code", {}, shown), end: end + length };
+}
+
+/**
+ * A formula in a line of text: `$…$`, `$$…$$`, `\\(…\\)` or `\\[…\\]`. Amounts of money are none: a `$` that begins one has no
+ * space behind it, one that ends it none before it and no digit behind it.
+ */
+function readMath(text, at, close, absent) {
+  if (absent.has(close)) return null;
+  const begin = at + (close === "$" ? 1 : 2);
+  const isDollar = close === "$";
+  if (isDollar && /\s/.test(text[begin] ?? " ")) return null;
+  let end = text.indexOf(close, begin);
+  if (end < 0) {
+    absent.add(close);
+    return null;
+  }
+  const last = begin + LONGEST_INLINE_MATH;
+  while (isDollar && end >= 0 && end <= last && text[end - 1] === "\\") end = text.indexOf(close, end + 1);
+  if (isDollar && (/\s/.test(text[end - 1]) || /\d/.test(text[end + 1] ?? ""))) return null;
+  if (end < 0 || end > last || end === begin) return null;
+  return { node: formula(text.slice(begin, end), !isDollar && close !== "\\)"), end: end + close.length };
 }
 
 function readLink(text, at, depth) {

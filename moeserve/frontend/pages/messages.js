@@ -1,9 +1,10 @@
 // Messages as the conversation shows them: text, folded reasoning, tool calls, what they cost, what one can do with them.
 
+import { fileName } from "./attachments.js";
 import { button, copy, count, el, milliseconds } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 
-/** `actions` has edit, regenerate, sendResults and retry; each is called with the message. */
+/** `actions` has edit, regenerate, goOn, turn, sendResults and retry; each is called with the message. */
 export class MessageView {
   constructor(message, actions) {
     this.message = message;
@@ -22,8 +23,12 @@ export class MessageView {
 
   showQuestion() {
     const { message, actions } = this;
-    this.body.replaceChildren(el("div", { class: "plain" }, message.content));
-    this.footer.replaceChildren(this.copyButton(), button("Edit", () => this.editQuestion(), { class: "quiet" }));
+    const files = (message.files ?? []).map((file) => {
+      return el("details", { class: "fold attached" }, el("summary", {}, fileName(file)), el("pre", { tabindex: "0" }, file.text));
+    });
+    this.body.replaceChildren(...files, el("div", { class: "plain" }, message.content));
+    const editing = button("Edit", () => this.editQuestion(), { class: "quiet" });
+    this.footer.replaceChildren(...this.versions(), this.copyButton(), editing);
     this.root.append(this.footer);
     this.editQuestion = () => {
       const area = el("textarea", { "aria-label": "Edit the message", rows: Math.min(12, message.content.split("\n").length + 1) });
@@ -77,7 +82,9 @@ export class MessageView {
       this.body.prepend(el("details", { class: "fold reasoning" }, summary, content));
     }
     const thinking = busy && !message.content && !message.tool_calls?.length;
-    this.reasoning.summary.textContent = thinking ? "Reasoning …" : "Reasoning";
+    const { thoughts, thought } = message.stats ?? {};
+    const facts = [thought && milliseconds(thought), thoughts && `${count(thoughts)} tokens`].filter(Boolean);
+    this.reasoning.summary.textContent = ["Reasoning", ...facts].join(" · ") + (thinking ? " …" : "");
     this.reasoning.content.textContent = message.reasoning;
   }
 
@@ -87,7 +94,7 @@ export class MessageView {
     if (!calls.length) return;
     const results = new Map();
     const blocks = calls.map((call) => {
-      const field = open && el("textarea", { rows: 2, placeholder: "What the function gave", "aria-label": `Result of ${call.function.name}` });
+      const field = open && el("textarea", { rows: 2, placeholder: "Result of the function", "aria-label": `Result of ${call.function.name}` });
       if (field) results.set(call, field);
       return el(
         "section",
@@ -108,11 +115,26 @@ export class MessageView {
     if (message.error) {
       parts.push(el("p", { class: "problem", role: "alert" }, message.error, " ", button("Try again", () => actions.retry(message))));
     }
-    if (!busy) parts.push(...costs(message));
+    if (!busy) parts.push(...this.versions(), ...costs(message));
+    const isCut = message.stopped || message.finish_reason === "length" || message.error;
+    if (!busy && last && isCut && message.content && !message.tool_calls?.length) {
+      parts.push(button("Continue", () => actions.goOn(message)));
+    }
     if (!busy && message.content) parts.push(this.copyButton());
     if (!busy && !message.error) parts.push(button("Regenerate", () => actions.regenerate(message), { class: "quiet" }));
     this.footer.replaceChildren(...parts);
     this.root.classList.toggle("last", last);
+  }
+
+  /** The number of the shown version and of all, between arrows to the others. */
+  versions() {
+    const { versions, version } = this.message;
+    if (!versions) return [];
+    const arrow = (label, sign, to) => {
+      return button(sign, () => this.actions.turn(this.message, to), { class: "quiet arrow", "aria-label": label, disabled: !(to in versions) });
+    };
+    const place = el("span", { class: "fact" }, `${version + 1}/${versions.length}`);
+    return [el("span", { class: "versions" }, arrow("Earlier version", "‹", version - 1), place, arrow("Later version", "›", version + 1))];
   }
 
   copyButton() {
@@ -143,8 +165,31 @@ function costs({ stats, stopped, finish_reason: reason }) {
   if (stats.tokens) fact(`${count(stats.tokens)} tokens`, "Length of the answer");
   if (stats.cached !== null) {
     const text = `${count(stats.cached)} of ${count(stats.prompt)} cached`;
-    const title = "Tokens of the prompt that the prefix cache had";
-    parts.push(el("span", { class: stats.cached ? "badge" : "badge none", title }, text));
+    const kind = stats.cached ? "badge" : "badge none";
+    const why = () => showReport(stats);
+    parts.push(
+      stats.report
+        ? button(text, why, { class: kind, title: "Tokens of the prompt that the prefix cache had: why not more?", "aria-haspopup": "dialog" })
+        : el("span", { class: kind, title: "Tokens of the prompt that the prefix cache had" }, text),
+    );
   }
   return parts;
+}
+
+/** Why the prefix cache had no more of a prompt. */
+function showReport({ cached, prompt, report }) {
+  const close = button("Close", () => dialog.close(), { class: "quiet" });
+  const texts = [["Both begin", report.before], ["This prompt", report.yours], ["The nearest", report.nearest]];
+  const shown = texts.filter(([, text]) => text).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, el("code", {}, text))]);
+  const dialog = el(
+    "dialog",
+    { class: "report", "aria-label": "Why the cache had no more" },
+    el("header", {}, el("h2", {}, `${count(cached)} of ${count(prompt)} tokens were cached`), close),
+    el("p", {}, report.explanation),
+    shown.length ? el("dl", {}, shown) : null,
+    el("p", { class: "note" }, `The match ended at token ${count(report.at_token)} (${report.reason}).`),
+  );
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
 }

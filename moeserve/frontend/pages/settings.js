@@ -13,15 +13,21 @@ const NUMBERS = {
   frequency_penalty: parseFloat,
   repetition_penalty: parseFloat,
   seed: parseInt,
+  thinking_token_budget: parseInt,
 };
+// By the name of a field: what holds where a model says nothing.
+const NEUTRAL = { temperature: 1, top_p: 1, top_k: "all", min_p: 0, presence_penalty: 0, frequency_penalty: 0, repetition_penalty: 1 };
+const NO_THINKING = "none";
 
-export const NOTHING_SET = { system: "", model: "", stop: "", tools: "", ...Object.fromEntries(Object.keys(NUMBERS).map((name) => [name, ""])) };
+export const NOTHING_SET = { system: "", model: "", stop: "", tools: "", thinking: "", ...Object.fromEntries(Object.keys(NUMBERS).map((name) => [name, ""])) };
 
 /** The form in the drawer. `changed` is called with the settings whenever they are valid. */
 export class SettingsForm {
   constructor(changed) {
     this.form = find("#settings-form");
     this.dialog = find("#settings");
+    this.models = new Map();
+    this.form.elements.model.addEventListener("change", () => this.showDefaults());
     this.form.addEventListener("input", () => {
       if (this.check()) changed(this.read());
     });
@@ -37,12 +43,34 @@ export class SettingsForm {
   }
 
   show(settings) {
+    this.form.elements.model.value = settings.model ?? "";
+    this.showDefaults();
     for (const name of Object.keys(NOTHING_SET)) this.form.elements[name].value = settings[name] ?? "";
     this.check();
   }
 
-  showModels(names) {
-    this.form.elements.model.replaceChildren(...names.map((name) => new Option(name, name)));
+  /** models: as the server tells them. */
+  showModels(models) {
+    this.models = new Map(models.map((model) => [model.id, model]));
+    this.form.elements.model.replaceChildren(...models.map(({ id }) => new Option(id, id)));
+  }
+
+  /** What an empty field means for the chosen model, and whether and how much it can be asked to think. */
+  showDefaults() {
+    const { elements } = this.form;
+    const model = this.models.get(elements.model.value);
+    for (const [name, neutral] of Object.entries(NEUTRAL)) {
+      const value = model?.default_sampling?.[name];
+      elements[name].placeholder = String((name === "top_k" && value === 0 ? null : value) ?? neutral);
+    }
+    elements.max_tokens.placeholder = model?.default_max_tokens ? `${model.default_max_tokens}` : "what fits";
+    const thinking = model?.thinking;
+    find("#thinking-settings").hidden = !thinking;
+    const efforts = thinking?.efforts.map((effort) => new Option(effort, effort)) ?? [];
+    const off = thinking?.can_be_off ? [new Option("off", NO_THINKING)] : [];
+    const chosen = elements.thinking.value;
+    elements.thinking.replaceChildren(new Option("as the model does", ""), ...off, ...efforts);
+    elements.thinking.value = [...elements.thinking.options].some(({ value }) => value === chosen) ? chosen : "";
   }
 
   read() {
@@ -78,11 +106,13 @@ export function requestBody(settings, messages) {
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
     return_progress: true,
+    cache_report: true,
   };
   for (const [name, parse] of Object.entries(NUMBERS)) {
     const text = settings[name] ?? "";
     if (text !== "") body[name] = parse(text, 10);
   }
+  if (settings.thinking) body.reasoning_effort = settings.thinking;
   const stop = (settings.stop ?? "").split("\n").filter(Boolean);
   if (stop.length) body.stop = stop;
   if (settings.tools?.trim()) {

@@ -23,6 +23,7 @@ from moeserve.config import VERSION
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.bodies import bounded
+from moeserve.frontend.dialects.fields import EFFORT
 from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.errors import ApiError, conflict, invalid, longest_output, unavailable, unknown_model
 from moeserve.frontend.exchange import thought_budgets
@@ -32,6 +33,7 @@ from moeserve.frontend.metrics import CONTENT_TYPE, VllmNames
 from moeserve.frontend.prepare.messages import Body, Kind, Prepared, expect
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
+from moeserve.settings.generation import parse_effort_budgets
 from moeserve.thoughts import ThoughtBudget
 from moeserve.wire import EngineReady, Rest, Stats
 
@@ -190,6 +192,7 @@ def _sampling(request: GenerateRequest, most: int, budget: ThoughtBudget | None)
     }
 
 
+_EFFORTS = ("low", "medium", "high")
 _LEVELS = ("1", "2")
 _TAGS = ("weights", "kv_cache")
 
@@ -262,9 +265,20 @@ class ServiceRoutes:
             "max_tokens": max_model_len if longest is None else longest,
             "default_max_tokens": None if ready is None else ready.default_max_tokens,
             "arithmetic": None if ready is None else ready.arithmetic,
+            "default_sampling": None if ready is None else ready.default_sampling,
+            "thinking": self._thinking(),
             "capabilities": None,
             "lifecycle": "active",
         }
+
+    def _thinking(self) -> dict[str, Any] | None:
+        """Return how requests can say whether and how much the model is to think; None for one that does not think."""
+        services = self._services
+        if services.shape.reasoning == "none":
+            return None
+        mapped = parse_effort_budgets(services.run.config.reasoning_effort_budgets)
+        efforts = _EFFORTS if EFFORT in services.switches else [effort for effort in _EFFORTS if effort in mapped]
+        return {"can_be_off": bool(services.switches - {EFFORT}), "efforts": list(efforts)}
 
 
 class TokenRoutes:
