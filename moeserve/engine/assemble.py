@@ -131,11 +131,11 @@ def load_rank(
     group = None if collectives is None or pipe is not None else _make_group(config, plan, body, collectives)
     dispatch_of = body.resident.dispatch_of if body.resident is not None else None
     kept: KeptExperts | None = None
-    native: dict[str, Any] = {}
+    native: dict[str, Any] = {"rounding": plan.rounding}
     if isinstance(spec, DecoderSpec):
         if config.expert_store_dir is not None and config.expert_memory is None:
             kept = keep_experts(directory, spec, plan.dtype, plan.rounding, config, report)
-        native = {"rounding": plan.rounding, "forgets_files": plan.forgets_files, "border": pipe}
+        native |= {"forgets_files": plan.forgets_files, "border": pipe}
     layer_of = None if kept is None else kept.layer_of
     if layer_of is not None:
         native["packed_experts"] = layer_of

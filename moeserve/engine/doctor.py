@@ -183,7 +183,7 @@ def _examine_borrowed(folder: Path) -> BorrowedModel:
         unknown.append(_UNKNOWN_ACTIVE)
     if not sized.spec.keeps_snapshots:
         unknown.append(_UNKNOWN_STATES)
-    return BorrowedModel(sized.spec, sized.weights.index, (*sized.assumptions, *unknown), sized)
+    return BorrowedModel(sized.spec, sized.index, (*sized.assumptions, *unknown), sized)
 
 
 def implementation_of(spec: ModelSpec) -> str:
@@ -308,7 +308,7 @@ def rounded_setups(model: KnownModel, machine: Machine, config: ServeConfig) -> 
 
     None where the settings or the checkpoint have few bits already.
     """
-    if not isinstance(model, NativeModel) or config.expert_memory is not None:
+    if config.expert_memory is not None:
         return []
     on_cpu = replace(config, device="cpu")
     if _refusal(on_cpu, model) is not None:
@@ -321,7 +321,12 @@ def rounded_setups(model: KnownModel, machine: Machine, config: ServeConfig) -> 
     widths = ("int4",) if is_fp8 else ("int8", "int4")
     if not is_fp8 and not (rounding.is_none and model.spec.quantization is None):
         return []
-    tried = (_cpu_setup(model, machine, replace(on_cpu, quantization=width)) for width in widths)
+    configs = [replace(on_cpu, quantization=width) for width in widths]
+    tried: list[Setup] = []
+    if isinstance(model, NativeModel):
+        tried = [_cpu_setup(model, machine, tried_config) for tried_config in configs]
+    elif isinstance(model, BorrowedModel):
+        tried = [_borrowed_setup(model.sized, machine, tried_config) for tried_config in configs]
     return [setup for setup in tried if setup.obstacle is None]
 
 
@@ -432,7 +437,7 @@ def _borrowed_on_cpu(sized: SizedModel, machine: Machine, config: ServeConfig) -
     """Do as `_on_cpu`, with all experts in memory."""
     setup = _borrowed_setup(sized, machine, config)
     yield setup
-    wide, half = (sized.loaded_bytes(d, narrow=keeps_narrow(d)) for d in (torch.float32, torch.bfloat16))
+    wide, half = (sized.loaded_bytes(d, NO_ROUNDING, narrow=keeps_narrow(d)) for d in (torch.float32, torch.bfloat16))
     if setup.obstacle is not None and config.dtype == "auto" and config.expert_memory is None and 2 * half <= wide:
         yield _borrowed_setup(sized, machine, replace(config, dtype="bfloat16"))
 
@@ -444,11 +449,12 @@ def _borrowed_setup(sized: SizedModel, machine: Machine, config: ServeConfig) ->
         check_expert_store(config, spec, "cpu")
         if config.expert_memory is not None:
             raise ConfigError("What --expert-memory takes of a model on transformers' code is known when it is loaded.")
-        num_bytes = sized.loaded_bytes(dtype, narrow=narrow)
-        plan = share_memory(spec, dtype, num_bytes, config, machine.free_bytes)
+        rounding = rounding_of(config, spec, sized.index)
+        num_bytes = sized.loaded_bytes(dtype, rounding, narrow=narrow)
+        plan = share_memory(spec, dtype, num_bytes, config, machine.free_bytes, rounding=rounding)
     except (ModelError, ConfigError) as error:
         return Setup("cpu", flags, str(error))
-    read = sized.read_per_token(dtype, narrow=narrow)
+    read = sized.read_per_token(dtype, rounding, narrow=narrow)
     speed = None if read is None or machine.bandwidth is None else machine.bandwidth / read
     return _fitting(plan, config, flags, None, speed)
 

@@ -97,7 +97,8 @@ def cpu_kv_dtype(
 ) -> torch.dtype:
     """Return the dtype of keys and values on a CPU that computes in `dtype`. Raise ConfigError."""
     name = config.kv_cache_dtype
-    if name == "auto" and dtype == torch.float32 and (rounding.rounds_rows or rounding.narrow):
+    rounds = isinstance(spec, DecoderSpec) and (rounding.rounds_rows or rounding.narrow)
+    if name == "auto" and dtype == torch.float32 and rounds:
         return torch.bfloat16
     kv_dtype: torch.dtype = dtype if name == "auto" else getattr(torch, name)
     if kv_dtype != dtype and dtype != torch.float32:
@@ -109,10 +110,11 @@ def cpu_kv_dtype(
 
 def read_any_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[ModelSpec, torch.dtype]:
     """Do as `read_spec`, for a model on our own code or on transformers'."""
-    if is_native(read_model_type(directory), config.model_impl):
+    model_type = read_model_type(directory)
+    if is_native(model_type, config.model_impl):
         return read_spec(directory, config, device)
-    if is_gguf_folder(directory):
-        raise ConfigError("A GGUF file is computed by our own code only: leave --model-impl at auto.")
+    if is_gguf_folder(directory) and is_native(model_type, "auto"):
+        raise ConfigError("Our own code computes this GGUF file: leave --model-impl at auto.")
     if device != "cpu":
         raise ConfigError("A model on transformers' code is served on a CPU only so far: give --device cpu.")
     if _drafts_by_mtp(config):
@@ -158,15 +160,18 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
             f"--pipeline-parallel-size {config.pipeline_parallel_size}: layers of a {spec.model_type} model, which "
             "transformers' code computes, are not shared by ranks so far."
         )
-    if not Rounding.named(config.quantization, config.expert_quantization, config.arithmetic).is_none:
-        raise ConfigError("--quantization and --expert-quantization are for models on our own code so far.")
     from moeserve.model.hf.expert_weights import TransformersExperts, map_model
 
     model, narrow = map_model(directory), keeps_narrow(dtype)
-    residency = plan_residency(lambda: layouts_of(TransformersExperts(model, dtype)), spec, dtype, config, placement)
+    rounding = rounding_of(config, spec, model.weights.index)
+
+    def layouts() -> LayerPackings[ExpertLayout]:
+        return layouts_of(TransformersExperts(model, dtype, rounding))
+
+    residency = plan_residency(layouts, spec, dtype, config, placement, rounding)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
-    num_bytes = sum(model.num_bytes(dtype.itemsize, owned, narrow=narrow) for owned in owned_by)
-    return share_memory(spec, dtype, num_bytes, config, available_bytes(), placement, residency)
+    num_bytes = sum(model.num_bytes(dtype, owned, rounding, narrow=narrow) for owned in owned_by)
+    return share_memory(spec, dtype, num_bytes, config, available_bytes(), placement, residency, rounding)
 
 
 def plan_on_cpu(
@@ -352,7 +357,7 @@ def plan_from_rank_0(
     """Return rank 0's plan for another rank's own copy of the model. num_slots: see `residency_with`."""
     device = choose_device(config, cuda_absence)
     spec, dtype = read_any_spec(directory, config, device)
-    rounding = rounding_of(config, spec, read_index(directory)) if isinstance(spec, DecoderSpec) else NO_ROUNDING
+    rounding = rounding_of(config, spec, read_index(directory))
     residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype, rounding)
     return ModelPlan(spec, dtype, kv, 0, placement, residency, device, rounding, layers=layers)
 
@@ -438,7 +443,7 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
     }
     if spec.quantization is not None and spec.quantization.kind == "mxfp4":
         stored.add(spec.quantization.kind)
-    absence, narrow = native_kernels_absence(), _narrows(config)
+    absence, narrow = native_kernels_absence(), isinstance(spec, DecoderSpec) and _narrows(config)
     computes = config.dtype in ("auto", "float32") or narrow
     if stored - FLOATS_OF_8_BITS and not rounding.is_none:
         raise ConfigError(f"--quantization is for floats of 8, 16 or 32 bits; these are {', '.join(sorted(stored))}.")
@@ -451,7 +456,7 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
     if absence is not None:
         raise ConfigError(f"Quantised weights need the compiled kernels. {absence}")
     if not computes:
-        raise ConfigError("Quantised weights on a CPU do not multiply activations of float16: leave --dtype at auto.")
+        raise ConfigError("Quantised weights on a CPU do not multiply activations of 16 bits: leave --dtype at auto.")
     return replace(rounding, narrow=narrow)
 
 

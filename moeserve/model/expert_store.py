@@ -37,7 +37,7 @@ def stored_experts(
         return NativeExperts(read_index(directory), spec, dtype, rounding)
     from moeserve.model.hf.expert_weights import open_experts  # Imported late: it loads modelling code.
 
-    return open_experts(directory, dtype)
+    return open_experts(directory, dtype, rounding)
 
 
 def layouts_in_store(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, ExpertMatrices, ExpertPacking, ExpertShape, LayerPackings
-from kernels.weight_formats import FORMATS, MXFP4, QuantizedRows, WeightFormat, joined_rows
+from kernels.weight_formats import MXFP4, QuantizedRows, WeightFormat, joined_rows
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
     ExpertsPlan,
@@ -20,7 +20,7 @@ from moeserve.model.checkpoint import (
     plan_experts,
     plan_weights,
 )
-from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file, has_fine_experts
+from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file, has_fine_experts, lies_in_blocks
 from moeserve.model.spec import CheckpointError, DecoderSpec, Progress
 from moeserve.model.stored import TensorInfo
 from moeserve.model.tensor_reader import Progress as ReadProgress
@@ -67,6 +67,10 @@ class StoredExperts(Protocol):
     def num_bytes(self, owned: OwnedExperts | None) -> int:
         """Return the bytes to read for the owned experts of all layers."""
 
+    def lie_as_packed(self) -> bool:
+        """Return whether all experts lie in GGUF files in the blocks in which they are kept: to pack one then takes
+        little longer than to read it packed."""
+
     def reader(self, total_bytes: int, progress: ReadProgress | None = None) -> TensorReader:
         """Return the reader for `layer`. total_bytes, progress: see `TensorReader`."""
 
@@ -95,8 +99,6 @@ class NativeExperts:
         return TensorReader(self.index, total_bytes, progress=progress)
 
     def lie_as_packed(self) -> bool:
-        """Return whether all experts lie in GGUF files in the blocks in which they are kept: to pack one then takes
-        little longer than to read it packed."""
         if not self._rounding.keeps_stored or self._rounding.experts is not None:
             return False
         tensors = (
@@ -106,7 +108,7 @@ class NativeExperts:
             for key, tensor in of_plan.items()
             if "bias" not in key
         )
-        return all(info.gguf is not None and info.dtype.lower() in FORMATS for info in tensors)
+        return all(map(lies_in_blocks, tensors))
 
     def layer(self, layer: int, owned: Sequence[int] | None, reader: TensorReader) -> ExpertReader:
         plan = plan_experts(self._spec, self.index, layer, owned)

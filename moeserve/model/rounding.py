@@ -24,7 +24,7 @@ from kernels.weight_formats import (
 )
 from moeserve.model.checkpoint import StoredTensor
 from moeserve.model.spec import CheckpointError
-from moeserve.model.stored import is_in_blocks
+from moeserve.model.stored import TensorInfo, is_in_blocks
 
 # Matrices that stay as they are: they choose experts or scale a whole block, and are small.
 _KEPT = frozenset(("moe_gate", "shared_gate", "conv", "kv_b"))
@@ -168,6 +168,11 @@ def format_in_file(dtype: str) -> WeightFormat | None:
     if not is_in_blocks(dtype):
         return None
     return FORMATS.get(dtype.lower(), Q8_0)
+
+
+def lies_in_blocks(info: TensorInfo) -> bool:
+    """Return whether a tensor lies in a GGUF file in blocks that are kept as they are."""
+    return info.gguf is not None and info.dtype.lower() in FORMATS
 
 
 def shown_format(dtype: str, form: WeightFormat) -> str:

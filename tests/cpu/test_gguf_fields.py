@@ -17,7 +17,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFValueType
 
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gguf.config import Fields, config_of, generation_config_of, num_layers
+from moeserve.model.gguf.architectures import config_of
+from moeserve.model.gguf.config import Fields, generation_config_of, num_layers
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.gguf.header import GgufHeader, read_gguf
 from moeserve.model.gguf.parts import parts_of

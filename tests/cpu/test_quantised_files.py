@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -393,11 +392,3 @@ def test_compressed_tensors_that_do_not_fit_get_one_sentence(
 def test_what_cannot_be_read_is_refused_with_its_name(config: Any, sentence: str) -> None:
     with pytest.raises((UnsupportedModel, ModelError), match=sentence):
         quantization_spec(config)
-
-
-def test_types_on_transformers_code_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.rmtree(write(folder, "gptq-4-32"))
-    assert json.loads((folder / "config.json").read_text())["quantization_config"]["bits"] == 4
-    with pytest.raises(ModelError, match="gptq"):
-        plan_model(folder, replace(BASE, model_impl="transformers"))

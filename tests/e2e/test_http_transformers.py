@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import gguf
+import numpy as np
+
+from tests.support.gguf_modules import tiny, write_module_gguf
 from tests.support.service import service
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -19,4 +23,22 @@ def test_a_service_on_transformers_code_writes_the_text_of_our_own(tmp_path: Pat
         answers = [running.http.post("/v1/completions", json=body).json() for _ in range(2)]
     for answer in answers:
         assert answer["choices"][0]["text"] == expected
+    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_gguf_file_on_transformers_code_is_served_from_its_blocks(tmp_path: Path) -> None:
+    def in_blocks(name: str, values: np.ndarray) -> gguf.GGMLQuantizationType:
+        kinds = gguf.GGMLQuantizationType
+        return kinds.F32 if "gate_inp" in name or values.shape[-1] % 32 else kinds.Q8_0
+
+    code = tiny("granitehybrid")
+    code.outer.save_pretrained(tmp_path / "saved")
+    write_module_gguf(tmp_path / "tiny.gguf", "granitehybrid", code, tmp_path / "saved", in_blocks)
+    body = {"model": "m", "prompt": "&" * 40 + "$#", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with service(tmp_path / "tiny.gguf", tmp_path / "run", "--max-model-len", "128") as running:
+        told = running.http.get("/v1/models").json()["data"][0]["arithmetic"]
+        answers = [running.http.post("/v1/completions", json=body).json() for _ in range(2)]
+    assert told == "float32, weights q8_0, activations int8 within products"
+    assert answers[0]["usage"]["completion_tokens"] == 8
+    assert answers[1]["choices"][0]["text"] == answers[0]["choices"][0]["text"]
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

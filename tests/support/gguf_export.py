@@ -71,7 +71,12 @@ def write_gguf(
         )
         plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, dim, 2) / dim)
         writer.add_tensor("rope_freqs.weight", (plain / stretched).numpy())
-    for tensor_name, tensor in _tensors(name, config, model.state_dict(), latent):
+    write_tensors(writer, _tensors(name, config, model.state_dict(), latent), quantise)
+
+
+def write_tensors(writer: gguf.GGUFWriter, tensors: Iterable[tuple[str, torch.Tensor]], quantise: Quantise) -> None:
+    """Write tensors as the last part of a file."""
+    for tensor_name, tensor in tensors:
         values = np.ascontiguousarray(tensor.float().numpy())
         kind = quantise(tensor_name, values) if values.ndim > 1 else Kind.F32
         if kind is Kind.F32:
@@ -164,7 +169,7 @@ def _write_fields(writer: gguf.GGUFWriter, name: str, c: Any, latent: str) -> No
         writer.add_sliding_window(c.sliding_window)
     if getattr(c, "clip_qkv", None):
         writer.add_clamp_kqv(c.clip_qkv)
-    _write_vocabulary(writer, c.vocab_size)
+    write_vocabulary(writer, c.vocab_size)
 
 
 def _write_experts(writer: gguf.GGUFWriter, c: Any) -> None:
@@ -188,7 +193,7 @@ def _write_experts(writer: gguf.GGUFWriter, c: Any) -> None:
         writer.add_expert_gating_func(kinds.SIGMOID if sigmoid else kinds.SOFTMAX)
 
 
-def _write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+def write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     letters = ["!!", *(chr(33 + i) if i < 94 else chr(0x100 + i) for i in range(size - 3))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")

@@ -362,13 +362,13 @@ def _mentions_experts(model_type: str) -> bool:
     return any("expert" in path.read_text() for path in Path(folder.origin).parent.glob("configuration_*.py"))
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type: str, **further: Any) -> Any:
     """A configuration of a few small layers. The towers of a model with vision keep their sizes: nobody fills them."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     default = CONFIG_MAPPING[model_type]()
     text = default.get_text_config(decoder=True)
     if text is default:
-        return _tiny_text(model_type)
+        return _tiny_text(model_type, **further)
     name = next(name for name in default.sub_configs if getattr(default, name, None) is text)
     fields = _tiny_text(text.model_type).to_dict()
     return CONFIG_MAPPING[model_type](**{name: fields, **_tokens_of(default), **MORE.get(model_type, {})})
@@ -380,7 +380,7 @@ def _tokens_of(config: Any) -> dict[str, int]:
     return dict.fromkeys(ids, 0)
 
 
-def _tiny_text(model_type: str) -> Any:
+def _tiny_text(model_type: str, **further: Any) -> Any:
     default = CONFIG_MAPPING[model_type]()
     sizes = {name: value for name, value in _SIZES.items() if _has(default, name)}
     fields = default.to_dict()
@@ -390,7 +390,7 @@ def _tiny_text(model_type: str) -> Any:
         sizes.pop("v_head_dim", None)
     if fields.get("qk_rope_head_dim") and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         sizes["head_dim"] = _SIZES["qk_rope_head_dim"]
-    return CONFIG_MAPPING[model_type](**{**sizes, **MORE.get(model_type, {})})
+    return CONFIG_MAPPING[model_type](**{**sizes, **MORE.get(model_type, {}), **further})
 
 
 def _has(config: Any, name: str) -> bool:
@@ -400,11 +400,12 @@ def _has(config: Any, name: str) -> bool:
         return True
 
 
-def tiny_model(model_type: str) -> ModellingCode:
-    """A model of a type with random weights, wide enough that every part matters in the logits."""
+def tiny_model(model_type: str, **further: Any) -> ModellingCode:
+    """A model of a type with random weights, wide enough that every part matters in the logits. further: fields of its
+    configuration."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    code = empty_model(tiny_config(model_type))
+    code = empty_model(tiny_config(model_type, **further))
     code.outer.to_empty(device="cpu")
     code.outer.initialize_weights()
     draw = torch.Generator().manual_seed(0)

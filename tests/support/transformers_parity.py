@@ -279,6 +279,8 @@ hit, and compares with the model's own forward (largest difference of logits: {t
   Attention modules whose code says what llama's or qwen3's says are computed by our kernels from the projections on,
   and where layers with states are called together, so are their convolutions, delta rules and Mamba scans.
 - **Experts**: by our kernels, or by transformers' own code where our kernels do not know their form or activation.
+- **Weights** on transformers' code stay quantised as on our own ([quantization](quantization.md)). GGUF files: the
+  architectures of [gguf](gguf.md).
 - Models on transformers' code run on a CPU.
 
 {counts}

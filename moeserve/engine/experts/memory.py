@@ -23,7 +23,6 @@ from moeserve.engine.experts.kept import ExpertFileWriter, store_dir
 from moeserve.engine.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.engine.experts.settings import measured_load
 from moeserve.model.expert_store import ExpertFile, ExpertPacker, layouts_in_store, stored_experts
-from moeserve.model.expert_weights import NativeExperts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.statuses import Loading, Report
@@ -124,8 +123,7 @@ def _open_tier(
     stored, layouts = stored_experts(directory, spec, plan.dtype, plan.rounding), plan.layouts
     packer, num_experts = ExpertPacker(stored, layouts), experts_of(spec).num_experts
     packing = PackingTier(packer, layouts.num_bytes)
-    lie_as_packed = isinstance(stored, NativeExperts) and stored.lie_as_packed()
-    if lie_as_packed and config.expert_store_dir is None:
+    if stored.lie_as_packed() and config.expert_store_dir is None:
         return packing, {"read": "packed out of the GGUF file"}
     file = ExpertFile(directory, stored, num_experts, layouts, store_dir(config))
     if not file.is_built(progress):

@@ -1,7 +1,7 @@
-"""The configuration of a GGUF model, as the `config.json` that transformers' classes read. Torch-free.
+"""The configuration of a GGUF model on our own code, as the `config.json` that transformers' classes read. Torch-free.
 
 A builder per architecture, as llama.cpp writes it; the other side of each choice is a branch of
-`moeserve.model.families`.
+`moeserve.model.families`. Builders of models on transformers' code: `further`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 from moeserve.model.gguf.fields import VOCABULARY, TypedFields, plain
 from moeserve.model.gguf.header import GgufHeader
-from moeserve.model.gguf.unread import check_unread
 from moeserve.model.spec import CheckpointError, UnsupportedModel
 
 Config = dict[str, Any]
@@ -43,20 +42,6 @@ class Fields(TypedFields):
         super().__init__(header.metadata, f"{name}.")
 
 
-def config_of(header: GgufHeader) -> Config:
-    """Return `config.json`. Raise CheckpointError, UnsupportedModel for an architecture without a branch."""
-    fields = Fields(header)
-    build = _BUILDERS.get(fields.architecture)
-    if build is None:
-        name = fields.architecture[:40]
-        raise UnsupportedModel(
-            f"GGUF models of architecture {name!r} are not supported; these are: {', '.join(_BUILDERS)}."
-        )
-    config = {**_base(fields), **build(fields), **_token_ids(header)}
-    check_unread(fields.architecture, fields.unread(), head_dim(fields), fields.count("context_length"))
-    return config
-
-
 def generation_config_of(header: GgufHeader) -> Config:
     """Return `generation_config.json`: the tokens that end an answer."""
     fields = TypedFields(header.metadata, VOCABULARY)
@@ -75,7 +60,7 @@ def _ending_tokens(fields: TypedFields) -> list[int]:
     return sorted(token_id for token, token_id in found.items() if token in ending)
 
 
-def _token_ids(header: GgufHeader) -> Config:
+def token_ids_of(header: GgufHeader) -> Config:
     fields = TypedFields(header.metadata, VOCABULARY)
     found = {name: fields.whole(key) for name, key in _TOKEN_IDS.items()}
     return {name: token for name, token in found.items() if token is not None}
@@ -100,7 +85,7 @@ def head_dim(fields: Fields) -> int:
     return width
 
 
-def _base(fields: Fields) -> Config:
+def base_of(fields: Fields) -> Config:
     tensors = fields.header.tensors
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -115,14 +100,20 @@ def _base(fields: Fields) -> Config:
         "head_dim": head_dim(fields),
         "intermediate_size": fields.count("feed_forward_length", 0) or fields.count("expert_feed_forward_length"),
         "max_position_embeddings": fields.count("context_length"),
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(fields),
+        "rms_norm_eps": norm_eps(fields),
+        "rope_parameters": rope_of(fields),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
     }
 
 
-def _rope(fields: Fields) -> Config:
+def norm_eps(fields: Fields) -> float:
+    """Return the epsilon of the norms, under whichever of its two names."""
+    of_layer = fields.number("attention.layer_norm_epsilon", 0.0)
+    return fields.number("attention.layer_norm_rms_epsilon", of_layer or None)
+
+
+def rope_of(fields: Fields) -> Config:
     if not fields.header.tensors.keys().isdisjoint(("rope_factors_long.weight", "rope_factors_short.weight")):
         raise UnsupportedModel("GGUF models with long-context factors of rotary embeddings (Phi) are not supported.")
     theta = {"rope_theta": fields.number("rope.freq_base", 10000.0)}
@@ -153,15 +144,15 @@ def _check_extrapolation(fields: Fields, *, is_yarn: bool) -> None:
         )
 
 
-def _experts(fields: Fields) -> Config:
+def experts_of(fields: Fields) -> Config:
     return {
         "num_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
-        "moe_intermediate_size": _expert_width(fields),
+        "moe_intermediate_size": expert_width(fields),
     }
 
 
-def _expert_width(fields: Fields) -> int:
+def expert_width(fields: Fields) -> int:
     """Return the width of an expert: of files that do not tell it, by the shape of the experts."""
     width = fields.get("expert_feed_forward_length")
     if type(width) is int and width:
@@ -177,14 +168,14 @@ def _llama(fields: Fields) -> Config:
     if not fields.count("expert_count", 0):
         return {"model_type": "llama", **rope}
     experts = {"num_local_experts": fields.count("expert_count"), "sliding_window": None}
-    width = {"intermediate_size": _expert_width(fields), "num_experts_per_tok": fields.count("expert_used_count")}
+    width = {"intermediate_size": expert_width(fields), "num_experts_per_tok": fields.count("expert_used_count")}
     return {"model_type": "mixtral", **experts, **width, **rope}
 
 
 def _llama_rope(fields: Fields) -> Config:
     """Return the rotary embedding, with a factor for each frequency where the file holds them (Llama 3.1 and models
     that were made of it)."""
-    rope, tensor = _rope(fields), fields.header.tensors.get("rope_freqs.weight")
+    rope, tensor = rope_of(fields), fields.header.tensors.get("rope_freqs.weight")
     if tensor is None:
         return rope
     if rope["rope_type"] != "default" or tensor.kind != "F32" or tensor.shape != (head_dim(fields) // 2,):
@@ -213,7 +204,7 @@ def _qwen2moe(fields: Fields) -> Config:
     shared = next((t.shape[0] for n, t in fields.header.tensors.items() if n.endswith(".ffn_gate_shexp.weight")), 0)
     return {
         "model_type": "qwen2_moe",
-        **_experts(fields),
+        **experts_of(fields),
         "shared_expert_intermediate_size": shared,
         "norm_topk_prob": False,
         "use_sliding_window": False,
@@ -222,11 +213,11 @@ def _qwen2moe(fields: Fields) -> Config:
 
 
 def _qwen3moe(fields: Fields) -> Config:
-    return {"model_type": "qwen3_moe", **_experts(fields), "norm_topk_prob": True, "use_sliding_window": False}
+    return {"model_type": "qwen3_moe", **experts_of(fields), "norm_topk_prob": True, "use_sliding_window": False}
 
 
 def _olmoe(fields: Fields) -> Config:
-    experts = {**_experts(fields), "intermediate_size": _expert_width(fields)}
+    experts = {**experts_of(fields), "intermediate_size": expert_width(fields)}
     clip = fields.number("attention.clamp_kqv", 0.0) or None
     return {"model_type": "olmoe", **experts, "norm_topk_prob": False, "clip_qkv": clip}
 
@@ -245,18 +236,18 @@ def _gpt_oss(fields: Fields) -> Config:
         "model_type": "gpt_oss",
         "num_local_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
-        "intermediate_size": _expert_width(fields),
+        "intermediate_size": expert_width(fields),
         "sliding_window": fields.count("attention.sliding_window"),
         "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides],
         # The file does not tell these; all models of the architecture have them.
-        "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **_rope(fields)},
+        "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **rope_of(fields)},
     }
 
 
 def _deepseek2(fields: Fields) -> Config:
     rope_dim = fields.count("rope.dimension_count")
     suffix = "_mla" if fields.count("attention.key_length_mla", 0) else ""
-    is_v3 = _is_sigmoid(fields)
+    is_v3 = is_sigmoid(fields)
     if not is_v3 and fields.flag("expert_weights_norm", False):
         raise UnsupportedModel(
             "GGUF models of DeepSeek V2 whose experts' weights are divided by their sum are refused."
@@ -268,7 +259,7 @@ def _deepseek2(fields: Fields) -> Config:
     heads = fields.count("attention.head_count")
     return {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        **_routed(fields),
+        **routed_of(fields),
         **groups,
         "topk_method": "noaux_tc" if is_v3 else "group_limited_greedy" if groups["n_group"] > 1 else "greedy",
         "num_key_value_heads": heads,
@@ -283,7 +274,7 @@ def _deepseek2(fields: Fields) -> Config:
     }
 
 
-def _is_sigmoid(fields: Fields) -> bool:
+def is_sigmoid(fields: Fields) -> bool:
     """Return whether experts are chosen by sigmoids; of files that do not tell, those with biases of the choice are."""
     function = fields.count("expert_gating_func", _UNNAMED)
     if function not in (_UNNAMED, _SOFTMAX, _SIGMOID):
@@ -293,7 +284,7 @@ def _is_sigmoid(fields: Fields) -> bool:
 
 
 def _deepseek_rope(fields: Fields) -> Config:
-    rope = _rope(fields)
+    rope = rope_of(fields)
     name = "rope.scaling.yarn_log_multiplier"
     if rope["rope_type"] == "yarn" and fields.get(name) is not None:
         # The file holds a tenth of both of the configuration's numbers, which are equal in all published models.
@@ -302,12 +293,12 @@ def _deepseek_rope(fields: Fields) -> Config:
     return rope
 
 
-def _routed(fields: Fields) -> Config:
+def routed_of(fields: Fields) -> Config:
     """Return the experts of DeepSeek and its relatives."""
     return {
         "n_routed_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
-        "moe_intermediate_size": _expert_width(fields),
+        "moe_intermediate_size": expert_width(fields),
         "n_shared_experts": fields.count("expert_shared_count", 0),
         "first_k_dense_replace": fields.count("leading_dense_block_count", 0),
         "routed_scaling_factor": fields.number("expert_weights_scale", 1.0) or 1.0,
@@ -318,17 +309,17 @@ def _routed(fields: Fields) -> Config:
 def _glm4moe(fields: Fields) -> Config:
     return {
         "model_type": "glm4_moe",
-        **_routed(fields),
+        **routed_of(fields),
         "n_group": fields.count("expert_group_count", 1),
         "topk_group": fields.count("expert_group_used_count", 1),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in fields.header.tensors,
-        "rope_parameters": _partial_rope(fields),
+        "rope_parameters": partial_rope_of(fields),
     }
 
 
-def _partial_rope(fields: Fields) -> Config:
+def partial_rope_of(fields: Fields) -> Config:
     factor = fields.count("rope.dimension_count", head_dim(fields)) / head_dim(fields)
-    return {**_rope(fields), "partial_rotary_factor": factor}
+    return {**rope_of(fields), "partial_rotary_factor": factor}
 
 
 def _granitemoe(fields: Fields) -> Config:
@@ -340,7 +331,7 @@ def _granitemoe(fields: Fields) -> Config:
         "model_type": "granitemoe",
         "num_local_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
-        "intermediate_size": _expert_width(fields),
+        "intermediate_size": expert_width(fields),
         "attention_multiplier": fields.number("attention.scale", 0.0) or head_dim(fields) ** -0.5,
         "embedding_multiplier": fields.number("embedding_scale", 0.0) or 1.0,
         "residual_multiplier": fields.number("residual_scale", 0.0) or 1.0,
@@ -353,7 +344,7 @@ def _phimoe(fields: Fields) -> Config:
         "model_type": "phimoe",
         "num_local_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
-        "intermediate_size": _expert_width(fields),
+        "intermediate_size": expert_width(fields),
         "lm_head_bias": "output.bias" in fields.header.tensors,
         "sliding_window": fields.count("attention.sliding_window", 0) or None,
         "router_jitter_noise": 0.01,
@@ -365,7 +356,7 @@ def _ernie4_5_moe(fields: Fields) -> Config:
         "model_type": "ernie4_5_moe",
         "moe_num_experts": fields.count("expert_count"),
         "moe_k": fields.count("expert_used_count"),
-        "moe_intermediate_size": _expert_width(fields),
+        "moe_intermediate_size": expert_width(fields),
         "moe_num_shared_experts": fields.count("expert_shared_count", 0),
         "moe_layer_start_index": fields.count("leading_dense_block_count", 0),
         "moe_layer_end_index": num_layers(fields) - 1,
@@ -379,7 +370,7 @@ def _dots1(fields: Fields) -> Config:
         "n_group": fields.count("expert_group_count", 1),
         "topk_group": fields.count("expert_group_used_count", 1),
     }
-    return {"model_type": "dots1", **_routed(fields), **groups, "sliding_window": None}
+    return {"model_type": "dots1", **routed_of(fields), **groups, "sliding_window": None}
 
 
 def _minimax_m2(fields: Fields) -> Config:
@@ -387,8 +378,8 @@ def _minimax_m2(fields: Fields) -> Config:
         "model_type": "minimax_m2",
         "num_local_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
-        "intermediate_size": _expert_width(fields),
-        "rope_parameters": _partial_rope(fields),
+        "intermediate_size": expert_width(fields),
+        "rope_parameters": partial_rope_of(fields),
     }
 
 
@@ -423,11 +414,11 @@ def _delta_net(fields: Fields) -> Config:
         "linear_num_key_heads": fields.count("ssm.group_count"),
         "linear_num_value_heads": values,
         "linear_value_head_dim": fields.count("ssm.inner_size") // max(values, 1),
-        "rope_parameters": _partial_rope(fields),
+        "rope_parameters": partial_rope_of(fields),
     }
 
 
-_BUILDERS: Mapping[str, Callable[[Fields], Config]] = {
+BUILDERS: Mapping[str, Callable[[Fields], Config]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

@@ -14,7 +14,9 @@ import msgspec
 from moeserve.config import cache_root
 from moeserve.model.cache import Identity, ensure_built, identity_of
 from moeserve.model.files import GGUF_POINTER, check_file, read_file
-from moeserve.model.gguf.config import Fields, config_of, generation_config_of, num_layers
+from moeserve.model.gguf.architectures import config_of
+from moeserve.model.gguf.config import Fields, generation_config_of, num_layers
+from moeserve.model.gguf.further import FURTHER
 from moeserve.model.gguf.header import GgufHeader, read_gguf
 from moeserve.model.gguf.parts import GgufPart, parts_of
 from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
@@ -91,7 +93,12 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def gguf_parts(folder: Path) -> Iterator[tuple[str, GgufPart]]:
-    """Yield every tensor of the model by its name in a checkpoint. Raise CheckpointError."""
+    """Yield every tensor of the model by its name in a checkpoint, or in the file for a model on transformers' code.
+
+    Raise CheckpointError.
+    """
     header = read_gguf(gguf_files(folder)[0])
     fields = Fields(header)
+    if fields.architecture in FURTHER:
+        return ((name, GgufPart((tensor,))) for name, tensor in header.tensors.items())
     return parts_of(header, fields, num_layers(fields))

@@ -109,7 +109,7 @@ _GATE_AND_UP = {
     "ffn_gate_exps.weight": "ffn_up_exps.weight",
     "ffn_up_exps.weight": "ffn_gate_exps.weight",
 }
-_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class _Namer:
         """Return the kind of the other one of gate and up of a layer's experts where it is another one in blocks."""
         other = _GATE_AND_UP.get(own)
         found = None if other is None else self._fields.header.tensors.get(f"blk.{layer}.{other}")
-        if found is None or found.kind == tensor.kind or not _FLOATS.isdisjoint((found.kind, tensor.kind)):
+        if found is None or found.kind == tensor.kind or not FLOATS.isdisjoint((found.kind, tensor.kind)):
             return ""
         return found.kind
 

@@ -42,9 +42,8 @@ def read_part(part: GgufPart) -> Tensor:
         case "columns_in_turns":
             return numbers[0][:, _turns(part.heads, part.shape[1])]
     order = _order(part)
-    if order is None:
-        return numbers[0]
-    return (numbers[0] if len(numbers) == 1 else torch.cat([rows.float() for rows in numbers]))[order]
+    rows = numbers[0] if len(numbers) == 1 else torch.cat([rows.float() for rows in numbers])
+    return rows if order is None else rows[order]
 
 
 def read_row(part: GgufPart, row: int) -> Tensor:

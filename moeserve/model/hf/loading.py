@@ -15,14 +15,16 @@ from transformers import PreTrainedModel
 from experts.moe_layer import Dispatch, RoutedExperts
 from experts.observer import AnyObserver
 from kernels.ops import CpuOps, Ops
+from kernels.weight_formats import Matrix, QuantizedRows, widened
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.hf.decoder import TransformersDecoder
-from moeserve.model.hf.expert_weights import TransformersExperts, map_model
+from moeserve.model.hf.expert_weights import MappedModel, TransformersExperts, map_model
 from moeserve.model.hf.experts import ExpertLayer
 from moeserve.model.hf.geometry import run_empty
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.hf.modules import (
     NarrowEmbedding,
+    PackedEmbedding,
     Projection,
     exchange_norms,
     exchange_weights,
@@ -31,7 +33,8 @@ from moeserve.model.hf.modules import (
 )
 from moeserve.model.hf.spec import TransformersSpec
 from moeserve.model.hf.step import Step
-from moeserve.model.hf.weights import WeightMap, convert
+from moeserve.model.hf.weights import convert, stored_rows
+from moeserve.model.rounding import NO_ROUNDING, Rounding, fine, format_in_file
 from moeserve.model.spec import CheckpointError, ModelError, ModelSpec, UnsupportedModel
 from moeserve.model.tensor_reader import Progress, TensorReader
 
@@ -47,6 +50,7 @@ def load_transformers_decoder(
     dispatch_of: Callable[[int], Dispatch] | None = None,
     observers: Sequence[AnyObserver] = (),
     progress: Progress | None = None,
+    rounding: Rounding = NO_ROUNDING,
 ) -> TransformersDecoder:
     """Load the checkpoint in `directory` as `dtype`; see `moeserve.model.weights.load_decoder`. Raise ModelError.
 
@@ -54,12 +58,13 @@ def load_transformers_decoder(
     """
     ops = ops or CpuOps()
     assert isinstance(spec, TransformersSpec)
+    rounding.check(dtype)
     model = map_model(directory)
-    code, weights, stored = model.code, model.weights, TransformersExperts(model, dtype)
+    code, weights, stored = model.code, model.weights, TransformersExperts(model, dtype, rounding)
     routed = []
     num_bytes = sum(map(weights.num_stored_bytes, weights.sources.values())) + stored.num_bytes(owned_experts)
     with stored.reader(num_bytes, progress) as reader:
-        filler = _Filler(code, weights, reader, ops, dtype)
+        filler = _Filler(model, reader, ops, dtype, rounding)
         # Not earlier: before, the model runs with all its tensors on the meta device.
         _fill_buffers(code)
         for place, layer in enumerate(stored.layers):
@@ -84,6 +89,7 @@ def load_transformers_decoder(
         dtype=dtype,
         serves_others=dispatch_of is not None,
         observers=observers,
+        rounds_rows=rounding.rounds_rows and not rounding.is_none,
     )
 
 
@@ -142,11 +148,13 @@ class _Filler:
     """Reads all parameters outside experts into a model, and packs its projections."""
 
     def __init__(
-        self, code: ModellingCode, weights: WeightMap, reader: TensorReader, ops: Ops, dtype: torch.dtype
+        self, model: MappedModel, reader: TensorReader, ops: Ops, dtype: torch.dtype, rounding: Rounding
     ) -> None:
-        self._code, self._weights, self._reader, self._ops, self._dtype = code, weights, reader, ops, dtype
+        code = model.code
+        self._code, self._weights, self._reader, self._ops, self._dtype = code, model.weights, reader, ops, dtype
+        self._keys, self._rounding = model.keys, rounding
         # By module name, the tensors that have arrived for projections that wait for more.
-        self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._waiting: dict[str, dict[str, Matrix]] = {}
         self._projections: dict[str, tuple[Projection, frozenset[str]]] = {}
         for name, shell in exchange_projections(code).items():
             self._projections[name] = shell, frozenset(("weight", "bias") if shell.has_bias else ("weight",))
@@ -158,25 +166,50 @@ class _Filler:
         for name, other in self._weights.tied.items():
             tied.setdefault(other, []).append(name)
         for target in self._weights.sources:
-            for name, tensor in convert(self._weights, target, self._reader, self._code).items():
-                self._put(name, tensor)
+            matrices = self._quantised(target) or convert(self._weights, target, self._reader, self._code)
+            for name, matrix in matrices.items():
+                self._put(name, matrix)
                 for other in tied.get(name, ()):
-                    self._put(other, tensor)
+                    self._put(other, matrix)
 
-    def _put(self, name: str, tensor: Tensor) -> None:
+    def _quantised(self, target: str) -> dict[str, QuantizedRows]:
+        """Return the matrices of a conversion in the checkpoint's own bits; none unless all of them are kept so."""
+        tensors = self._weights.tensors
+        stored = [tensors[name] for name in self._weights.sources[target].names]
+        if not self._rounding.keeps_stored or not all(format_in_file(tensor.dtype) for tensor in stored):
+            return {}
+        found = {}
+        for name, rows in stored_rows(self._weights, target, self._code).items():
+            key = self._keys.get(name.rpartition(".")[0])
+            if key is None or self._rounding.stored_format(key, stored[0]) is None:
+                return {}
+            matrix = rows.of(lambda own: self._reader.read_quantised(tensors[own]))
+            if matrix is None:
+                return {}
+            found[name] = matrix
+        return found
+
+    def _put(self, name: str, matrix: Matrix) -> None:
         shape = self._weights.shapes.get(name)
         if shape is None:
             return
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, but the configuration says {list(shape)}.")
+        if tuple(matrix.shape) != shape:
+            raise CheckpointError(f"{name} has shape {list(matrix.shape)}, but the configuration says {list(shape)}.")
         module_name, _, own = name.rpartition(".")
         if module_name in self._projections:
-            self._put_projection(module_name, own, tensor)
+            self._put_projection(module_name, own, matrix)
             return
         module = self._code.outer.get_submodule(module_name)
-        if type(module) is nn.Embedding and self._keeps(tensor):
-            replace_module(self._code.outer, module_name, NarrowEmbedding(tensor, self._dtype))
-            return
+        if type(module) is nn.Embedding:
+            if isinstance(matrix, Tensor) and self._rounding.format_of("embedding", shape[1]):
+                matrix = self._rounding.apply(matrix, "embedding")
+            if isinstance(matrix, QuantizedRows):
+                replace_module(self._code.outer, module_name, PackedEmbedding(matrix, self._dtype))
+                return
+            if self._keeps(matrix):
+                replace_module(self._code.outer, module_name, NarrowEmbedding(matrix, self._dtype))
+                return
+        tensor = widened(matrix)
         if tensor.is_floating_point():
             tensor = tensor.to(torch.float32 if any(part in name for part in self._in_fp32) else self._dtype)
         if own in module._buffers:
@@ -184,16 +217,18 @@ class _Filler:
         else:
             module.register_parameter(own, nn.Parameter(tensor, requires_grad=False))
 
-    def _put_projection(self, name: str, own: str, tensor: Tensor) -> None:
+    def _put_projection(self, name: str, own: str, matrix: Matrix) -> None:
         shell, needed = self._projections[name]
         came = self._waiting.setdefault(name, {})
-        came[own] = tensor
+        came[own] = matrix
         if came.keys() < needed:
             return
-        weight, bias = came["weight"], came.get("bias")
-        kept = weight if self._keeps(weight) else weight.to(self._dtype)
-        bias = None if bias is None else bias.to(self._dtype)
-        shell.fill(self._ops.pack_linear(kept, bias, self._dtype), self._dtype)
+        weight, key = came["weight"], self._keys[name]
+        if isinstance(weight, Tensor):
+            weight = weight if self._keeps(weight) else weight.to(self._dtype)
+            weight = self._rounding.apply(weight, key)
+        bias = widened(came["bias"]).to(self._dtype) if "bias" in came else None
+        shell.fill(self._ops.pack_linear(fine(weight, key), bias, self._dtype), self._dtype)
         del self._waiting[name]
 
     def _keeps(self, tensor: Tensor) -> bool:

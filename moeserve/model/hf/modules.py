@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from kernels.linear import Linear, pack_linear
 from kernels.norm import rms_norm
+from kernels.weight_formats import QuantizedRows
 
 _TRIED_ROWS = 3
 # Functions that multiply a weight [N, K] by columns [..., K, T].
@@ -111,6 +112,18 @@ class NarrowEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return functional.embedding(ids, self._table).to(self._dtype)
+
+
+class PackedEmbedding(nn.Module):
+    """`nn.Embedding` whose table stays in its blocks; rows are widened when they are looked up."""
+
+    def __init__(self, table: QuantizedRows, dtype: torch.dtype) -> None:
+        super().__init__()
+        # Memory of its own: the rows may be pages of a file.
+        self._table, self._dtype = QuantizedRows(table.format, table.data.clone(), table.depth, table.order), dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self._table.rows(ids.flatten()).dequantise().view(*ids.shape, -1).to(self._dtype)
 
 
 class Norm(nn.Module):

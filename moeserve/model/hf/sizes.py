@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -12,9 +12,13 @@ import torch
 from transformers.utils import logging
 
 from moeserve.model.checkpoint import StoredTensor, has_weights, read_index
+from moeserve.model.hf.expert_weights import MappedModel, mapped_model
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
-from moeserve.model.hf.spec import TransformersSpec, describe, experts_by_layer
-from moeserve.model.hf.weights import Source, WeightMap, map_weights, num_loaded_bytes
+from moeserve.model.hf.source import Source, WeightMap
+from moeserve.model.hf.spec import TransformersSpec, describe
+from moeserve.model.hf.weights import map_weights, num_loaded_bytes
+from moeserve.model.packed.config import quantization_in
+from moeserve.model.rounding import Rounding
 from moeserve.model.sizes import stored_dtype
 from moeserve.model.spec import MissingWeights
 from moeserve.model.stored import TensorInfo, item_bits
@@ -26,37 +30,42 @@ _NOWHERE = Path("config.json")
 class SizedModel:
     """A model and its weights.
 
-    experts: by name of a module of experts that our kernels compute, its number of experts. embedding: the name of the
-    table of tokens. assumptions: sentences about facts of the weights that are not known.
+    embedding: the name of the table of tokens. assumptions: sentences about facts of the weights that are not known.
     """
 
     spec: TransformersSpec
-    weights: WeightMap
-    experts: Mapping[str, int]
+    model: MappedModel
     embedding: str
     assumptions: tuple[str, ...]
 
-    def loaded_bytes(self, dtype: torch.dtype, *, narrow: bool) -> int:
-        """Return the bytes of the weights in memory to compute in `dtype`; see `num_loaded_bytes`."""
-        return num_loaded_bytes(self.weights, dtype.itemsize, narrow=narrow, num_owned=self.experts)
+    @property
+    def index(self) -> Mapping[str, TensorInfo]:
+        return self.model.weights.index
 
-    def read_per_token(self, dtype: torch.dtype, *, narrow: bool) -> int | None:
+    def loaded_bytes(self, dtype: torch.dtype, rounding: Rounding, *, narrow: bool) -> int:
+        """Return the bytes of the weights in memory to compute in `dtype`; see `num_loaded_bytes`."""
+        return self.model.num_bytes(dtype, None, rounding, narrow=narrow)
+
+    def read_per_token(self, dtype: torch.dtype, rounding: Rounding, *, narrow: bool) -> int | None:
         """Return the bytes of the weights read for one token: chosen experts, and all others but the embedding.
 
         The embedding is left out because a token reads only one row of it. None if it is not known how much of the
         experts one token reads.
         """
-        moe = self.spec.moe
+        moe, weights = self.spec.moe, self.model.weights
         if moe is None and self.spec.parameters.active != self.spec.parameters.total:
             return None
-        chosen = 0 if moe is None else moe.gate.top_k
-        read = num_loaded_bytes(
-            self.weights, dtype.itemsize, narrow=narrow, num_owned=dict.fromkeys(self.experts, chosen)
+        chosen = range(0 if moe is None else moe.gate.top_k)
+        read = self.model.num_bytes(dtype, lambda _: chosen, rounding, narrow=narrow)
+        table = num_loaded_bytes(
+            replace(weights, shapes={self.embedding: weights.shapes[self.embedding]}),
+            dtype.itemsize,
+            narrow=narrow,
+            num_owned={},
+            keys=self.model.keys,
+            rounding=rounding,
         )
-        table = self.weights.shapes[self.embedding]
-        source = self.weights.sources.get(self.embedding)
-        stays = narrow and source is not None and self.weights.is_narrow(source)
-        return read - table[0] * table[1] * (2 if stays else dtype.itemsize)
+        return read - table
 
 
 def size_model(folder: Path) -> SizedModel:
@@ -64,9 +73,7 @@ def size_model(folder: Path) -> SizedModel:
     config = read_hf_config(folder)
     with _quiet():
         code = empty_model(config)
-        spec = describe(code, config)
-    modules = set(experts_by_layer(code).values())
-    names = {name: module for name, module in code.outer.named_modules() if module in modules}
+        spec = describe(code, config, quantization_in(folder))
     assumptions = []
     try:
         read_index(folder)
@@ -78,15 +85,14 @@ def size_model(folder: Path) -> SizedModel:
             assumptions.append("config.json names no dtype: bfloat16 is assumed.")
         if spec.quantization is not None:
             assumptions.append("The weights are quantised; sizes are those without.")
-        weights = _expected(code, names.keys(), dtype or "BF16")
+        model = mapped_model(code, lambda experts: _expected(code, experts, dtype or "BF16"))
     else:
-        weights = map_weights(code, folder, list(names))
+        model = mapped_model(code, lambda experts: map_weights(code, folder, experts))
     table = code.body.get_input_embeddings()
     embedding = next(name for name, module in code.outer.named_modules() if module is table)
-    counts = {name: weights.shapes[f"{name}.down_proj"][0] for name in names}
     if code.outer is not code.writer or code.body.config is not code.outer.config:
         assumptions.append("What its towers for images, sound and video take: they are not served and not counted.")
-    return SizedModel(spec, weights, counts, f"{embedding}.weight", tuple(assumptions))
+    return SizedModel(spec, model, f"{embedding}.weight", tuple(assumptions))
 
 
 @contextmanager

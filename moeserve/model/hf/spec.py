@@ -15,7 +15,7 @@ from moeserve.model.hf.description import count_parameters, kinds_of_layers, lay
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.geometry import Geometry, find_geometry, is_experts
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
-from moeserve.model.packed.config import quantization_spec
+from moeserve.model.packed.config import quantization_in
 from moeserve.model.sizes import ParameterCount
 from moeserve.model.spec import (
     KvLayerSpec,
@@ -67,16 +67,16 @@ class TransformersSpec(ModelSpec):
 def read_transformers_spec(directory: Path) -> TransformersSpec:
     """Read a model folder's configuration. Raise ModelError or UnsupportedModel."""
     config = read_hf_config(directory)
-    return describe(empty_model(config), config)
+    return describe(empty_model(config), config, quantization_in(directory))
 
 
-def describe(code: ModellingCode, config: Any) -> TransformersSpec:
+def describe(code: ModellingCode, config: Any, quantization: QuantizationSpec | None) -> TransformersSpec:
     """Describe an empty model. config: the folder's own; the body's may be a part of it.
 
     Raise ModelError or UnsupportedModel.
     """
     try:
-        return _describe(code, config)
+        return _describe(code, config, quantization)
     except ModelError:
         raise
     except AttributeError as error:  # A configuration without an attribute that text decoders have.
@@ -87,7 +87,7 @@ def describe(code: ModellingCode, config: Any) -> TransformersSpec:
         raise ModelError(f"The configuration of this {config.model_type} model is not valid: {reason}") from error
 
 
-def _describe(code: ModellingCode, config: Any) -> TransformersSpec:
+def _describe(code: ModellingCode, config: Any, quantization: QuantizationSpec | None) -> TransformersSpec:
     text, layers = code.config, experts_by_layer(code)
     geometry, top_k = find_geometry(code), top_k_of(text)
     return TransformersSpec(
@@ -104,17 +104,8 @@ def _describe(code: ModellingCode, config: Any) -> TransformersSpec:
         bos_token_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
         kinds=kinds_of_layers(code, geometry, top_k),
         parameters=count_parameters(code, top_k),
-        quantization=quantization_of(config),
+        quantization=quantization,
     )
-
-
-def quantization_of(config: Any) -> QuantizationSpec | None:
-    """Return the compression of the weights. config: the folder's own. Raise UnsupportedModel for one that cannot be
-    read."""
-    spec = quantization_spec(getattr(config, "quantization_config", None))
-    if spec is not None and spec.form:
-        raise UnsupportedModel(f"Weights quantised with {spec.kind!r} are read for models on our own code only.")
-    return spec
 
 
 def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:

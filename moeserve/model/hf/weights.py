@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,57 +18,21 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from moeserve.model.checkpoint import KEPT_IN_BFLOAT16, StoredTensor, check_scaled, read_index
+from moeserve.model.checkpoint import StoredTensor, check_scaled, read_index
+from moeserve.model.files import is_gguf_folder
+from moeserve.model.hf.matrices import StoredRows, whole_rows
 from moeserve.model.hf.modelling import ModellingCode
+from moeserve.model.hf.source import EXPANDED, Source, WeightMap
+from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import CheckpointError
-from moeserve.model.stored import TensorInfo
+from moeserve.model.stored import TensorInfo, is_in_blocks
 from moeserve.model.tensor_reader import TensorReader
 
-# Compressed matrices are expanded into 16 bits.
+# Floats of 8 and 4 bits are expanded into 16 bits, where they do not stay as they are; other blocks into 32.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_FLOATS |= {"F8_E4M3": torch.bfloat16, "MXFP4": torch.bfloat16}
-_NARROW = KEPT_IN_BFLOAT16 | {"F8_E4M3", "MXFP4"}
 _WHOLE_NUMBERS = ("I", "U", "BOOL")
 # Endings of the names of the parts of compressed tensors.
 _BLOCKS, _SCALES = "_blocks", "_scales"
-
-
-@dataclass(slots=True)
-class Source:
-    """The stored tensors that one conversion reads, by the pattern that names them, in order."""
-
-    converter: WeightConverter | None
-    tensors: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        return [name for names in self.tensors.values() for name in names]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightMap:
-    """The parameters of a model and the stored tensors that they come from.
-
-    index: of the checkpoint. tensors: its tensors by name; a tensor stored as blocks and scales has the
-    name and the shape without compression. shapes: by name, of all parameters and buffers that a checkpoint holds.
-    sources: of the parameters and buffers outside experts. expert_sources: of the parameters of experts, whose first
-    dimension counts experts. tied: parameters that share the tensor of another parameter.
-    """
-
-    index: Mapping[str, TensorInfo]
-    tensors: Mapping[str, StoredTensor]
-    shapes: Mapping[str, tuple[int, ...]]
-    sources: Mapping[str, Source]
-    expert_sources: Mapping[str, Source]
-    tied: Mapping[str, str]
-
-    def is_narrow(self, source: Source) -> bool:
-        """Return whether all tensors of `source` are stored in bfloat16 or in fewer bits."""
-        return all(self.tensors[name].dtype in _NARROW for name in source.names)
-
-    def num_stored_bytes(self, source: Source) -> int:
-        """Return the stored bytes of all tensors that a conversion reads."""
-        return sum(self.tensors[name].num_bytes for name in source.names)
 
 
 def map_weights(code: ModellingCode, directory: Path, experts: Sequence[str]) -> WeightMap:
@@ -76,6 +40,10 @@ def map_weights(code: ModellingCode, directory: Path, experts: Sequence[str]) ->
 
     Raise CheckpointError for a parameter without stored tensors.
     """
+    if is_gguf_folder(directory):
+        from moeserve.model.hf.gguf import map_gguf  # Imported late: other checkpoints do without its packages.
+
+        return map_gguf(code, directory, experts)
     index, state = read_index(directory), code.outer.state_dict()
     tensors = _stored_tensors(index)
     mapping = get_model_conversion_mapping(code.outer)
@@ -108,11 +76,10 @@ def _stored_tensors(index: Mapping[str, TensorInfo]) -> dict[str, StoredTensor]:
             shape = (num_experts, 2 * groups * size, rows)
             num_bytes = info.num_bytes + index[scales].num_bytes
             found[name.removesuffix(_BLOCKS)] = StoredTensor(name.removesuffix(_BLOCKS), shape, num_bytes, "MXFP4")
-        elif info.packed is not None:
-            found[name] = StoredTensor(name, info.shape, info.num_bytes, "F8_E4M3")
         elif not (name.endswith(_SCALES) and blocks in index):
             check_scaled(name, info)
-            found[name] = StoredTensor(name, info.shape, info.num_bytes, info.dtype)
+            has_order = info.packed is not None and info.packed.has_order
+            found[name] = StoredTensor(name, info.shape, info.num_bytes, info.dtype, has_order=has_order)
     return found
 
 
@@ -127,14 +94,43 @@ def convert(weights: WeightMap, target: str, reader: TensorReader, code: Modelli
     return run_conversion(source.converter, target, parts, code)
 
 
-def num_loaded_bytes(weights: WeightMap, item_size: int, *, narrow: bool, num_owned: Mapping[str, int]) -> int:
+def stored_rows(weights: WeightMap, target: str, code: ModellingCode) -> dict[str, StoredRows]:
+    """Return the parameters of one conversion that consist of whole rows of stored matrices, by name."""
+    source = weights.sources[target]
+    if source.converter is None:
+        return {target: StoredRows(tuple(source.names), None)} if len(source.names) == 1 else {}
+    converter, shapes = source.converter, {name: weights.tensors[name].shape for name in source.names}
+    if any(len(shape) != 2 for shape in shapes.values()):
+        return {}
+
+    def turn(places: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts = {pattern: [places[name] for name in names] for pattern, names in source.tensors.items()}
+        return run_conversion(converter, target, parts, code)
+
+    return whole_rows(shapes, turn)
+
+
+def num_loaded_bytes(
+    weights: WeightMap,
+    item_size: int,
+    *,
+    narrow: bool,
+    num_owned: Mapping[str, int],
+    keys: Mapping[str, str] = MappingProxyType({}),
+    rounding: Rounding = NO_ROUNDING,
+) -> int:
     """Return the bytes of the loaded weights at `item_size` bytes per number.
 
     narrow: matrices stored in bfloat16 stay so. num_owned: by module name, the number of its experts that are loaded.
+    keys: of the modules whose matrices `rounding` may quantise; see `keys_of`.
     """
     total = 0
     for name, shape in weights.shapes.items():
         module = name.rpartition(".")[0]
+        quantised = _quantised_bytes(weights, name, keys.get(module), rounding)
+        if quantised is not None:
+            total += quantised
+            continue
         source = weights.sources.get(name) or weights.expert_sources.get(name)
         if source is None and name in weights.tied:
             source = weights.sources.get(weights.tied[name])
@@ -148,10 +144,19 @@ def num_loaded_bytes(weights: WeightMap, item_size: int, *, narrow: bool, num_ow
     return total
 
 
+def _quantised_bytes(weights: WeightMap, name: str, key: str | None, rounding: Rounding) -> int | None:
+    """Return the bytes of a matrix outside experts that stays or becomes quantised, None for any other parameter."""
+    source = weights.sources.get(weights.tied.get(name, name))
+    if key is None or source is None or not name.endswith(".weight"):
+        return None
+    dtype = weights.tensors[source.names[0]].dtype
+    return rounding.num_bytes(key, StoredTensor(name, weights.shapes[name], 0, dtype))
+
+
 def read_tensor(weights: WeightMap, reader: TensorReader, name: str) -> Tensor:
     """Read a whole tensor as it is stored, or expanded into 16 bits."""
     stored = weights.tensors[name]
-    if stored.dtype == "MXFP4":
+    if name not in weights.index:
         return torch.cat([read_expert(weights, reader, name, expert) for expert in range(stored.shape[0])])
     return reader.read(stored, _read_as(stored))
 
@@ -160,19 +165,26 @@ def read_expert(weights: WeightMap, reader: TensorReader, name: str, expert: int
     """Read one expert's part of a tensor of all experts, [1, ...]; see `read_tensor`."""
     stored = weights.tensors[name]
     out = torch.empty((1, *stored.shape[1:]), dtype=_read_as(stored))
-    if stored.dtype == "MXFP4":
-        parts = (weights.index[name + suffix] for suffix in (_BLOCKS, _SCALES))
-        blocks, scales = (
-            StoredTensor(name + suffix, part.shape, part.num_bytes, part.dtype)
-            for suffix, part in zip((_BLOCKS, _SCALES), parts, strict=True)
-        )
-        reader.read_mxfp4_expert_into(blocks, scales, expert, out[0].T)
+    if name not in weights.index:
+        reader.read_mxfp4_expert_into(*mxfp4_parts(weights, name), expert, out[0].T)
     else:
         reader.read_expert_into(stored, expert, out)
     return out
 
 
+def mxfp4_parts(weights: WeightMap, name: str) -> tuple[StoredTensor, StoredTensor]:
+    """Return the blocks and the scales of a tensor of all experts, whose name is in no file."""
+    names = (name + _BLOCKS, name + _SCALES)
+    parts = ((own, weights.index[own]) for own in names)
+    blocks, scales = (StoredTensor(own, part.shape, part.num_bytes, part.dtype) for own, part in parts)
+    return blocks, scales
+
+
 def _read_as(stored: StoredTensor) -> torch.dtype:
+    if stored.dtype in EXPANDED:
+        return torch.bfloat16
+    if is_in_blocks(stored.dtype):
+        return torch.float32
     if stored.dtype not in _FLOATS and not stored.dtype.startswith(_WHOLE_NUMBERS):
         raise CheckpointError(f"{stored.name} is stored as {stored.dtype}, which cannot be read.")
     return _FLOATS.get(stored.dtype, torch.int64)

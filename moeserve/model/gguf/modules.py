@@ -1,0 +1,140 @@
+"""The tensors of a GGUF model under the names of the parameters of transformers' modelling code. Torch-free.
+
+Most names are those of the `gguf` package's own table. An architecture is a row of `ROWS`: what its modules call
+otherwise, and which tensors lie in another order or form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from gguf.constants import MODEL_ARCH_NAMES
+from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
+
+from moeserve.model.gguf.config import Fields, num_layers
+from moeserve.model.gguf.header import GgufTensor
+from moeserve.model.gguf.parts import FLOATS, Arrangement, GgufPart, Heads
+from moeserve.model.spec import CheckpointError
+
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
+# Ends of the names of parameters, and the tensors of a block that they are: one, or several one below the other.
+_ENDS: Mapping[str, tuple[str, ...]] = {
+    "dt_bias": ("ssm_dt.bias",),
+    "A_log": ("ssm_a",),
+    ".D": ("ssm_d",),
+    "e_score_correction_bias": ("exp_probs_b.bias",),
+    "expert_bias": ("exp_probs_b.bias",),
+    "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
+    "shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+}
+# The projections of all experts of a layer, by the parameter of the module of experts: the first that a file has.
+_EXPERTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "gate_up_proj": (("ffn_gate_up_exps.weight",), ("ffn_gate_exps.weight", "ffn_up_exps.weight")),
+    "up_proj": (("ffn_up_exps.weight",),),
+    "down_proj": (("ffn_down_exps.weight",),),
+}
+# Tensors that hold nothing that a model computes with here: tables of rotary embeddings, and further predictions.
+_IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(nextn\.|attn_rot_embd)")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What an architecture has of its own.
+
+    replaced: parts of parameters' names and what the table calls them. ends: further `_ENDS`, which go first.
+    arrangements: by the beginning of a tensor's name in its block.
+    """
+
+    replaced: tuple[tuple[str, str], ...] = ()
+    ends: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    arrangements: Mapping[str, Arrangement] = field(default_factory=dict)
+
+
+_MAMBA: Mapping[str, Arrangement] = {"ssm_a": "logarithm"}
+_PAIRS: Mapping[str, Arrangement] = {"attn_q.": "pairs", "attn_k.": "pairs"}
+ROWS: Mapping[str, Row] = {
+    "granitehybrid": Row(arrangements={**_MAMBA, **_PAIRS}),
+    "lfm2moe": Row(),
+    "afmoe": Row(),
+    "hunyuan-moe": Row(),
+    "nemotron_h_moe": Row(replaced=(("model.layers.", "backbone.layers."),), arrangements=_MAMBA),
+}
+
+
+class ModuleParts:
+    """Finds the tensors of parameters, and remembers which tensors of the file were found."""
+
+    def __init__(self, fields: Fields) -> None:
+        self._fields, self._row = fields, ROWS[fields.architecture]
+        self._num_layers = num_layers(fields)
+        self._table = _table(fields.architecture, self._num_layers)
+        self._tensors, self._left = fields.header.tensors, dict.fromkeys(fields.header.tensors)
+
+    def parameter(self, name: str) -> GgufPart | None:
+        """Return the tensor of a parameter outside experts; None if the file has none."""
+        found = [self._tensors.get(own) for own in self._names_of(name)]
+        present = [tensor for tensor in found if tensor is not None]
+        if not present:
+            return None
+        if len(present) < len(found):
+            raise CheckpointError(f"The GGUF file holds a part of {name} alone.")
+        return self._part(self._names_of(name), present)
+
+    def projections(self, name: str) -> dict[str, GgufPart]:
+        """Return the projections of all experts that are a parameter `layers.N...experts.PARAMETER`, by their names."""
+        layer = _LAYER.fullmatch(name)
+        if layer is None:
+            return {}
+        for owns in _EXPERTS.get(name.rpartition(".")[2], ()):
+            names = [f"blk.{layer[2]}.{own}" for own in owns]
+            if all(own in self._tensors for own in names):
+                for own in names:
+                    self._left.pop(own, None)
+                return {own: GgufPart((self._tensors[own],), partner=self._partner(own, names)) for own in names}
+        return {}
+
+    def _partner(self, name: str, names: list[str]) -> str:
+        """See `GgufPart`. names: of the projections that are one matrix."""
+        kinds = {self._tensors[own].kind for own in names}
+        return "" if len(kinds) == 1 or not kinds.isdisjoint(FLOATS) else (kinds - {self._tensors[name].kind}).pop()
+
+    def check_all_found(self) -> None:
+        """Raise CheckpointError if the file holds a tensor that no parameter is."""
+        for name in self._left:
+            block = _BLOCK.fullmatch(name)
+            is_further = block is not None and int(block[1]) >= self._num_layers
+            if not is_further and not _IGNORED.match(name):
+                raise CheckpointError(
+                    f"The GGUF file holds {name[:80]}, which models of this architecture do not have."
+                )
+
+    def _part(self, names: Iterable[str], tensors: list[GgufTensor]) -> GgufPart:
+        for name in names:
+            self._left.pop(name, None)
+        own = next(iter(names)).split(".", 2)[-1]
+        kind: Arrangement = next((k for start, k in self._row.arrangements.items() if own.startswith(start)), "plain")
+        return GgufPart(tuple(tensors), kind, self._heads(own) if kind == "pairs" else Heads())
+
+    def _heads(self, own: str) -> Heads:
+        heads = self._fields.count("attention.head_count")
+        return Heads(heads if own.startswith("attn_q.") else self._fields.count("attention.head_count_kv", heads))
+
+    def _names_of(self, name: str) -> tuple[str, ...]:
+        layer = _LAYER.fullmatch(name)
+        for end, owns in (*self._row.ends.items(), *_ENDS.items()):
+            if name.endswith(end):
+                return tuple(f"blk.{layer[2]}.{own}" if layer else own for own in owns)
+        for old, new in self._row.replaced:
+            name = name.replace(old, new)
+        found = self._table.get_name(name, (".weight", ".bias"))
+        return () if found is None else (found,)
+
+
+@cache
+def _table(architecture: str, num_blocks: int) -> TensorNameMap:
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    return get_tensor_name_map(arch, num_blocks)

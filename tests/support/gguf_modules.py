@@ -1,0 +1,215 @@
+"""Tiny models on transformers' code as GGUF files, written by the `gguf` package under the names of its own table.
+
+The tensors of a saved checkpoint go through what llama.cpp's conversion does to them, apart from the reader: experts
+are stacked by projection, pairs of rotary channels stand side by side, rates of Mamba are negative numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from gguf.constants import MODEL_ARCH_NAMES
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moeserve.model.hf.modelling import ModellingCode
+from tests.support.gguf_export import Quantise, in_float32, write_tensors, write_vocabulary
+from tests.support.tiny_transformers import tiny_model
+
+Tensors = Iterator[tuple[str, Tensor]]
+_EXPERT = re.compile(r".*layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
+_PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+_LAYER = re.compile(r".*layers\.(\d+)\.(.+)")
+_SIGMOID = gguf.ExpertGatingFuncType.SIGMOID
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """model_type: of the tiny model. fields: writes those beyond the usual ones. change: turns a tensor of a layer, by
+    its name in it, into those of a block; None leaves it to the table of names."""
+
+    model_type: str
+    write_fields: Callable[[gguf.GGUFWriter, Any], None]
+    change: Callable[[Any, str, Tensor], Mapping[str, Tensor] | None] = lambda config, own, values: None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _granite_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_attention_scale(c.attention_multiplier)
+    writer.add_embedding_scale(c.embedding_multiplier)
+    writer.add_residual_scale(c.residual_multiplier)
+    writer.add_logit_scale(c.logits_scaling)
+    writer.add_expert_shared_feed_forward_length(c.shared_intermediate_size)
+
+
+def _granitehybrid_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    _granite_fields(writer, c)
+    inner = c.mamba_n_heads * c.mamba_d_head
+    _mamba_fields(writer, c.mamba_d_conv, inner, c.mamba_d_state, c.mamba_n_heads, c.mamba_n_groups)
+    writer.add_head_count_kv([c.num_key_value_heads * (kind == "full_attention") for kind in c.layer_types])
+    writer.add_rope_scaling_finetuned(c.position_embedding_type == "rope")
+
+
+def _mamba_fields(writer: gguf.GGUFWriter, width: int, inner: int, state: int, rank: int, groups: int) -> None:
+    writer.add_ssm_conv_kernel(width)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+    writer.add_ssm_group_count(groups)
+
+
+def _granite(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    if own == "block_sparse_moe.input_linear.weight":
+        return dict(zip(("ffn_gate_exps.weight", "ffn_up_exps.weight"), values.chunk(2, 1), strict=True))
+    if own == "shared_mlp.input_linear.weight":
+        return dict(zip(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), values.chunk(2, 0), strict=True))
+    if own.startswith(("self_attn.q_proj", "self_attn.k_proj")):
+        heads = c.num_attention_heads if "q_proj" in own else c.num_key_value_heads
+        stem = "attn_q" if "q_proj" in own else "attn_k"
+        return {f"{stem}.weight": values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)}
+    return _mamba2(c.mamba_n_groups, own, values)
+
+
+def _mamba2(groups: int, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    if own.endswith("dt_bias"):
+        return {"ssm_dt.bias": values}
+    if own.endswith("A_log"):
+        return {"ssm_a": -values.exp()[:, None]}
+    if own.endswith(".D"):
+        return {"ssm_d": values[:, None]}
+    if own.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return {"ssm_norm.weight": values.view(groups, -1)}
+    return {"ssm_conv1d.weight": values.squeeze(1)} if own.endswith("conv1d.weight") else None
+
+
+def _lfm2moe_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_shortconv_l_cache(c.conv_L_cache)
+    writer.add_leading_dense_block_count(c.num_dense_layers)
+    writer.add_expert_gating_func(_SIGMOID)
+    writer.add_head_count_kv([c.num_key_value_heads * (kind == "full_attention") for kind in c.layer_types])
+
+
+def _lfm2moe(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    return {"shortconv.conv.weight": values.squeeze(1)} if own == "conv.conv.weight" else None
+
+
+def _afmoe_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_expert_shared_count(c.num_shared_experts)
+    writer.add_leading_dense_block_count(c.num_dense_layers)
+    writer.add_expert_gating_func(_SIGMOID)
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(c.route_scale)
+    writer.add_sliding_window(c.sliding_window)
+
+
+def _hunyuan_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_expert_shared_feed_forward_length(c.intermediate_size)
+    writer.add_expert_shared_count(1)
+
+
+def _nemotron_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    inner = c.mamba_num_heads * c.mamba_head_dim
+    _mamba_fields(writer, c.conv_kernel, inner, c.ssm_state_size, c.mamba_num_heads, c.n_groups)
+    kinds = c.layer_types
+    writer.add_layer_norm_rms_eps(c.layer_norm_epsilon)
+    writer.add_layer_norm_eps(c.layer_norm_epsilon)
+    writer.add_head_count_kv([c.num_key_value_heads * (kind == "full_attention") for kind in kinds])
+    writer.add_feed_forward_length([c.moe_intermediate_size * (kind == "moe") for kind in kinds])
+    writer.add_expert_shared_feed_forward_length(c.moe_shared_expert_intermediate_size)
+    writer.add_expert_shared_count(c.n_shared_experts)
+    writer.add_expert_weights_norm(c.norm_topk_prob)
+    writer.add_expert_weights_scale(c.routed_scaling_factor)
+    writer.add_expert_group_count(c.n_group)
+
+
+def _nemotron(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    return _mamba2(c.n_groups, own, values)
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "granitehybrid": Architecture("granitemoehybrid", _granitehybrid_fields, _granite),
+    "lfm2moe": Architecture("lfm2_moe", _lfm2moe_fields, _lfm2moe),
+    "afmoe": Architecture(
+        "afmoe",
+        _afmoe_fields,
+        more={"mup_enabled": True, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    ),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", _hunyuan_fields),
+    "nemotron_h_moe": Architecture(
+        "nemotron_h",
+        _nemotron_fields,
+        _nemotron,
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention", "moe"]},
+    ),
+}
+
+
+def tiny(architecture: str, **further: Any) -> ModellingCode:
+    """Return a tiny model whose file is of an architecture."""
+    arch = ARCHITECTURES[architecture]
+    return tiny_model(arch.model_type, **{**arch.more, **further})
+
+
+def write_module_gguf(
+    path: Path, architecture: str, code: ModellingCode, checkpoint: Path, quantise: Quantise = in_float32
+) -> None:
+    """Write a model. checkpoint: the folder in which transformers has saved it."""
+    writer, config = gguf.GGUFWriter(path, architecture), code.config
+    _write_usual_fields(writer, config)
+    ARCHITECTURES[architecture].write_fields(writer, config)
+    write_vocabulary(writer, config.vocab_size)
+    tensors = load_file(checkpoint / "model.safetensors")
+    write_tensors(writer, _named(architecture, config, tensors), quantise)
+
+
+def _write_usual_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    def first(*names: str) -> Any:
+        return next((value for name in names if (value := getattr(c, name, None)) is not None), None)
+
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    if (eps := first("rms_norm_eps")) is not None:
+        writer.add_layer_norm_rms_eps(eps)
+    rope = first("rope_parameters") or {}
+    if "rope_theta" in rope:
+        writer.add_rope_freq_base(rope["rope_theta"])
+    head_dim = first("head_dim") or c.hidden_size // c.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_expert_count(first("num_local_experts", "n_routed_experts", "num_experts"))
+    writer.add_expert_used_count(first("num_experts_per_tok", "moe_topk"))
+    writer.add_expert_feed_forward_length(first("moe_intermediate_size", "intermediate_size"))
+
+
+def _named(architecture: str, config: Any, tensors: Mapping[str, Tensor]) -> Tensors:
+    arch = next(arch for arch, own in MODEL_ARCH_NAMES.items() if own == architecture)
+    table = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    change, of_experts = ARCHITECTURES[architecture].change, dict[tuple[str, str], dict[int, Tensor]]()
+    for name, values in tensors.items():
+        if (expert := _EXPERT.fullmatch(name)) is not None:
+            of_experts.setdefault((expert[1], _PROJECTIONS[expert[3]]), {})[int(expert[2])] = values
+            continue
+        layer = _LAYER.fullmatch(name)
+        changed = None if layer is None else change(config, layer[2], values)
+        if changed is not None and layer is not None:
+            yield from ((f"blk.{layer[1]}.{own}", part) for own, part in changed.items())
+            continue
+        # Biases of the choice of experts have a name of their own.
+        known = re.sub(r"(expert_bias|e_score_correction)(_bias)?$", r"\1.bias", name)
+        found = table.get_name(known, (".weight", ".bias"))
+        assert found is not None, name
+        yield found, values
+    for (layer_number, part), experts in of_experts.items():
+        yield f"blk.{layer_number}.ffn_{part}_exps.weight", torch.stack([experts[e] for e in range(len(experts))])
