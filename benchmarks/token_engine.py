@@ -18,6 +18,7 @@ from moeserve.grammars.made_masks import MaskMaker
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.plan import Asked, BeamParams, FinishReason, FoundText, Request, SamplingParams, TokenLogprobs
 from moeserve.scheduling.outcomes import RequestOutput
+from moeserve.scheduling.parts import Part
 from moeserve.scheduling.steps import Executor, LocalExecutor, Steps
 
 _MASK_SECONDS = 0.002  # of one wait for a mask where nothing can be computed
@@ -57,15 +58,17 @@ class TokenEngine:
         self.experts = rank.memory
         self._schedule(directory, config, rank, LocalExecutor(rank.runner))
 
-    def _schedule(self, directory: Path, config: ServeConfig, rank: Rank, executor: Executor) -> None:
-        """Make the scheduler and what belongs to it. rank: the first one."""
+    def _schedule(
+        self, directory: Path, config: ServeConfig, rank: Rank, executor: Executor, further: Sequence[Part] = ()
+    ) -> None:
+        """Make the scheduler and what belongs to it. rank: the first one. further: parts beside those of texts."""
         model = rank.model
         self._rank, self.spec, self._count = rank, model.spec, 0
-        caches, self.drafts = build_caches(config, model.kv), build_drafts(config, model.kv)
+        caches, self.drafts = build_caches(config, model.kv), build_drafts(config, model.kv, rank.depth)
         tokenizer, most = directory / "tokenizer.json", self.drafts.most_forced
         self.masks = GrammarMasks(tokenizer, model.spec.vocab_size, model.eos_token_ids, most_drafts=most)
-        parts = build_text_parts(self.masks, self.drafts)
-        self.scheduler = build_scheduler(config, model.kv, caches, rope_switch=model.rope_switch, parts=parts)
+        parts, switch = [*build_text_parts(self.masks, self.drafts), *further], model.rope_switch
+        self.scheduler = build_scheduler(config, model.kv, caches, depth=rank.depth, rope_switch=switch, parts=parts)
         self.steps = Steps(self.scheduler, executor, rank.depth)
 
     @contextmanager

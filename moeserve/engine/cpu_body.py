@@ -35,7 +35,6 @@ class CpuBody:
     """Implements `moeserve.engine.assemble.Body` on a CPU."""
 
     captured_sizes: Sequence[int] = ()
-    depth = 0
 
     def __init__(
         self,
@@ -52,6 +51,8 @@ class CpuBody:
         self._plan = plan
         self._config = config
         self._pipe = pipe
+        # Each rank that shares the layers computes another step.
+        self.depth = 0 if pipe is None else pipe.num_stages - 1
 
     @property
     def _is_compiled(self) -> bool:

@@ -19,6 +19,7 @@ from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.thought_budgets import ThoughtBudgets
 from moeserve.scheduling.tool_waits import ToolWaits
 from moeserve.scheduling.trials import Trial
+from moeserve.scheduling.turns import Turns
 from moeserve.settings.drafts import parse_speculative
 from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache, StoredBlocks
 
@@ -67,13 +68,16 @@ def build_parts(
     pace: Pace,
     sources: Sequence[Part] = (),
     text_parts: Sequence[Part] = (),
+    num_stages: int = 1,
 ) -> list[Part]:
     """Return the parts of a service's scheduler, in their order.
 
     suspects_until: see `Trial`. sources: of KV beside memory, other services before the tier below memory. text_parts:
-    see `build_text_parts`.
+    see `build_text_parts`. num_stages: the ranks that share the layers.
     """
-    return [ColdRequests(), *sources, Trial(suspects_until), *text_parts, ToolWaits(caches), PromptWatch(pace)]
+    turns = [Turns(num_stages)] if num_stages > 1 else []
+    holding = [Trial(suspects_until), *turns, *text_parts]
+    return [ColdRequests(), *sources, *holding, ToolWaits(caches), PromptWatch(pace)]
 
 
 def build_text_parts(masks: MaskMaker, drafts: Drafts) -> list[Part]:
@@ -107,7 +111,7 @@ def build_scheduler(
         max_num_batched_tokens=budget,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_model_len=kv.max_model_len,
-        run_ahead=depth > 0,
+        run_ahead=_runs_ahead(config, depth),
         states=StatePolicy(num_slots) if num_slots else None,
         pace=pace,
         rope_switch=rope_switch,
@@ -115,12 +119,18 @@ def build_scheduler(
     )
 
 
+def _runs_ahead(config: ServeConfig, depth: int) -> bool:
+    """Return whether steps name requests whose last token is not known yet. Steps of ranks that share the layers name
+    other requests. depth: see `Steps`."""
+    return depth > 0 and config.pipeline_parallel_size == 1
+
+
 def build_drafts(config: ServeConfig, kv: KvBudget, depth: int = 0) -> Drafts:
     """Return the part that makes draft tokens, or none of them. Raise ConfigError if they were never tried there.
 
     `auto` makes none where nothing was measured: where steps are planned ahead. depth: see `Steps`.
     """
-    speculative, run_ahead = parse_speculative(config.speculative_config), depth > 0
+    speculative, run_ahead = parse_speculative(config.speculative_config), _runs_ahead(config, depth)
     if speculative.method == "none" or (speculative.method == "auto" and run_ahead):
         return Drafts()
     if kv.num_state_slots and run_ahead:

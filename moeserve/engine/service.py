@@ -195,7 +195,8 @@ def serve(
         tokenizer = Path(context.model_dir) / "tokenizer.json"
         masks = GrammarMasks(tokenizer, model.spec.vocab_size, model.eos_token_ids, most_drafts=drafts.most_forced)
         ends.callback(masks.close)
-        parts = build_parts(caches, suspects.until, pace, _kv_parts(links, tier), build_text_parts(masks, drafts))
+        kv_parts, text_parts = _kv_parts(links, tier), build_text_parts(masks, drafts)
+        parts = build_parts(caches, suspects.until, pace, kv_parts, text_parts, config.pipeline_parallel_size)
         scheduler = build_scheduler(
             config, model.kv, caches, model.device, depth=rank.depth, rope_switch=switch, pace=pace, parts=parts
         )

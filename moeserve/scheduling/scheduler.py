@@ -50,9 +50,9 @@ class Scheduler:
     queue hold for the service as a whole.
 
     `schedule` may be called again before `commit` of the previous plan, and commits come in the order of the plans. A
-    request with tokens in flight is then left out, and its blocks stay until its commit, even if it is aborted. With
-    `run_ahead` it continues: the rest of its prompt is planned, or the token that the previous plan will sample; tokens
-    planned beyond the request's end are dropped.
+    request with tokens in flight then goes on with the rest of its prompt, and is left out without one; its blocks stay
+    until its commit, even if it is aborted. With `run_ahead` it also goes on with the token that the previous plan will
+    sample; tokens planned beyond the request's end are dropped.
     """
 
     def __init__(
@@ -499,7 +499,9 @@ class Scheduler:
         """Return whether the next step may name a running request."""
         if request.yields or self._parts.hold(request):
             return False
-        return (self._run_ahead and request.beam_params is None) or not request.is_in_flight
+        if not request.is_in_flight:
+            return True
+        return request.beam_params is None and (self._run_ahead or request.num_pending_tokens > 0)
 
     def _drafts(self, draft: PlanDraft) -> Mapping[str, array[int]]:
         """Return by request id the drafts that the step should verify, where there are any."""

@@ -90,7 +90,8 @@ class Steps:
 
     With depth 0 each step is planned when the previous step is committed. With depth 1 it is planned and launched while
     the previous step is computed, so that a device never waits for the host; the tokens are the same and come one turn
-    later. The scheduler must run ahead by the same depth. step: the number of the last committed step.
+    later. The scheduler must then run ahead. Ranks that share the layers compute as many steps at once as they are, of
+    different requests: the depth is less by one. step: the number of the last committed step.
     """
 
     def __init__(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from benchmarks.token_engine import Completion, TokenEngine
-from tests.support.llm_prompts import BASE, PROMPTS, SAMPLINGS, assert_same, assert_same_cold_and_cached
+from moeserve.plan import BeamParams, SamplingParams
+from tests.support.llm_prompts import BASE, GREEDY, PROMPTS, SAMPLINGS, assert_same, assert_same_cold_and_cached
 from tests.support.staged_engine import StagedEngine
 from tests.support.tiny_models import CASES, save
 
@@ -31,6 +33,7 @@ def test_every_family_has_the_bits_of_one_rank(case: str, tmp_path: Path) -> Non
     for _ in range(2):
         assert_same(staged.generate(PROMPTS[:6], SAMPLINGS[:6]), expected)
     staged.scheduler.check_idle()
+    assert staged.executor.most_in_flight == len(staged.ranks)
     assert staged.scheduler.counters.prefix_hit_tokens > 0
 
 
@@ -50,3 +53,65 @@ def alone(model_dir: Path) -> list[Completion]:
 def test_tiny_chunks_cold_and_cached_have_the_bits_of_one_rank(model_dir: Path, alone: list[Completion]) -> None:
     staged = StagedEngine(model_dir, replace(TWO, max_num_seqs=3, max_num_batched_tokens=5))
     assert_same_cold_and_cached(staged, alone)
+    # Chunks of one prompt follow each other through the ranks.
+    assert staged.executor.most_of_request == 2
+
+
+def random_config(random: Random, case: str) -> dict[str, object]:
+    """Settings under which chunks, batches, preemptions, drafts and cached prefixes differ."""
+    return {
+        "max_num_seqs": random.choice((1, 2, 3, 5, 9)),
+        "max_num_batched_tokens": random.choice((9, 16, 40, 256)),
+        "kv_cache_memory": random.choice((75_000, 150_000, 2**21)),
+        "max_model_len": 92,
+        "speculative_config": random.choice(("none", "suffix", "ngram")),
+        "enable_prefix_caching": random.random() < 0.8,
+        **split(case),
+    }
+
+
+def check_random_batches(case: str, folder: Path, num_engines: int, num_batches: int) -> None:
+    """Batches of prompts that share beginnings, again and again, have the bits of each prompt computed alone."""
+    save(case, folder)
+    random = Random(case)
+    alone = TokenEngine(folder, replace(BASE, enable_prefix_caching=False))
+    kept: dict[int, Completion] = {}
+    num_preempted = 0
+    for _ in range(num_engines):
+        staged = StagedEngine(folder, replace(TWO, **random_config(random, case)))  # type: ignore[arg-type]
+        for _ in range(num_batches):
+            places = random.sample(range(len(PROMPTS)), random.randint(1, 7))
+            found = staged.generate([PROMPTS[n] for n in places], [SAMPLINGS[n] for n in places])
+            for n in places:
+                if n not in kept:
+                    (kept[n],) = alone.generate([PROMPTS[n]], SAMPLINGS[n])
+            assert_same(found, [kept[n] for n in places])
+        staged.scheduler.check_idle()
+        num_preempted += staged.scheduler.counters.preemptions
+        staged.close()
+    assert num_preempted > 0 or num_engines < 20
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_next", "gpt_oss", "qwen3"])
+def test_random_batches_have_the_bits_of_one_rank(case: str, tmp_path: Path) -> None:
+    check_random_batches(case, tmp_path, num_engines=2, num_batches=4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_next", "gpt_oss", "qwen3", "deepseek_v3-yarn"])
+def test_a_thousand_random_batches_have_the_bits_of_one_rank(case: str, tmp_path: Path) -> None:
+    check_random_batches(case, tmp_path, num_engines=25, num_batches=8)
+
+
+def test_beams_and_grammars_have_the_answers_of_one_rank(model_dir: Path) -> None:
+    sampling, beams = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2), BeamParams(3, 2)
+    expected = TokenEngine(model_dir, BASE).generate(PROMPTS[:3], sampling, beams)
+    found = StagedEngine(model_dir, replace(TWO, max_num_batched_tokens=64)).generate(PROMPTS[:3], sampling, beams)
+    assert found == expected
+
+
+def test_one_request_has_one_step_in_flight_and_two_have_two(model_dir: Path) -> None:
+    for num_requests in (1, 2):
+        staged = StagedEngine(model_dir, replace(TWO, enable_prefix_caching=False))
+        staged.generate([prompt[:3] for prompt in PROMPTS[:num_requests]], GREEDY)
+        assert staged.executor.most_in_flight == num_requests

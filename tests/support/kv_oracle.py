@@ -153,9 +153,10 @@ class KvOracle:
         assert len(set(zeroed_windows)) == len(zeroed_windows)
         assert len(zeroed_windows) == (len(zeroed) if self._window_kv else 0)
         for earlier in self._in_flight:
-            if not self._run_ahead:
-                assert not {id(r) for r in earlier.records} & {id(r) for r in records}, "a request in two plans"
-            for chunk in earlier.plan.chunks:
+            going_on = {id(record) for record in records}
+            for chunk, record in zip(earlier.plan.chunks, earlier.records, strict=True):
+                if not self._run_ahead and id(record) in going_on:
+                    assert chunk.sampling is None, "a request goes on behind a token that is not known"
                 assert not set(zeroed) & set(chunk.block_table), "a block of a plan in flight changed hands"
                 if chunk.window is not None:
                     named = set(chunk.window.blocks)
@@ -332,12 +333,9 @@ class KvOracle:
     def _write(self, chunk: Chunk, record: Record, num_holders: dict[int, int], is_faulty: bool) -> None:
         lease = record.request.lease
         assert lease is not None, "blocks of a plan in flight were released"
-        if self._run_ahead:
-            # Full blocks may have been exchanged for equal ones, and more leased.
-            first = chunk.start // self._size
-            held, named = lease.block_ids[first : len(chunk.block_table)], chunk.block_table[first:]
-        else:
-            held, named = lease.block_ids, chunk.block_table
+        # Where a later plan names the request too, full blocks may have been exchanged for equal ones, and more leased.
+        first = chunk.start // self._size
+        held, named = lease.block_ids[first : len(chunk.block_table)], chunk.block_table[first:]
         assert held == named, "a block table changed under a plan in flight"
         assert lease.num_published_tokens <= chunk.start, "a published slot would be written"
         namespace = record.request.namespace

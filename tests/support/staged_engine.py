@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from moeserve.engine.memory_plan import plan_model
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.pipeline import joined
 from moeserve.plan import StepPlan, StepResult
+from moeserve.scheduling.turns import Turns
 
 
 @dataclass
@@ -44,14 +45,25 @@ class QueuedRows:
 
 
 class StagedExecutor:
-    """Computes the first stage of a step when it is launched, and the others when its result is taken."""
+    """Computes the first stage of a step when it is launched, and the others when its result is taken.
+
+    most_in_flight: the largest number of steps that were in flight at once. most_of_request: of these, in which one
+    request was.
+    """
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self._ranks = ranks
+        self._in_flight: list[StagedStep] = []
+        self.most_in_flight = self.most_of_request = 0
 
     def launch(self, plans: Sequence[StepPlan]) -> StagedStep:
         (plan,) = plans
-        return StagedStep(plan, self._ranks[0].runner.launch(plan).result(), self._ranks[1:])
+        step = StagedStep(plan, self._ranks[0].runner.launch(plan).result(), self._ranks[1:], self._in_flight)
+        self._in_flight.append(step)
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+        named = Counter(chunk.request_id for step in self._in_flight for chunk in step.plan.chunks)
+        self.most_of_request = max(self.most_of_request, *named.values())
+        return step
 
     def check(self) -> None:
         """Do nothing: no rank can be missing."""
@@ -62,9 +74,11 @@ class StagedStep:
     plan: StepPlan
     first: StepResult
     others: Sequence[Rank]
+    in_flight: list[StagedStep]
     done: bool = True
 
     def result(self) -> list[StepResult]:
+        assert self.in_flight.pop(0) is self, "a result is taken out of turn"
         return [joined([self.first, *(rank.runner.launch(self.plan).result() for rank in self.others)])]
 
 
@@ -84,7 +98,8 @@ class StagedEngine(TokenEngine):
             ).start()
             for rank in range(num_ranks)
         ]
-        self._schedule(directory, config, self.ranks[0], StagedExecutor(self.ranks))
+        self.executor = StagedExecutor(self.ranks)
+        self._schedule(directory, config, self.ranks[0], self.executor, [Turns(num_ranks)])
 
     def close(self) -> None:
         self.masks.close()

@@ -170,6 +170,7 @@ SETUP = st.fixed_dictionaries(
         "caching": st.sampled_from([True, True, False]),
         "depth": st.sampled_from([0, 1, 2]),
         "run_ahead": st.booleans(),
+        "in_turns": st.booleans(),
         "states": st.sampled_from([None, StatePolicy(3, 1, 4), StatePolicy(4, 1, 1), StatePolicy(4, 4, 8)]),
         "num_snapshots": st.sampled_from([0, 1, 2, 5, 40]),
     }

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 
 class Pipe:
-    """The borders of a rank's stage: implements `moeserve.model.decoder.Border`. part: the layers of the stage."""
+    """The borders of a rank's stage: implements `moeserve.model.decoder.Border`. part: the layers of the stage.
+    num_stages: of all ranks."""
 
     def __init__(self, collectives: Collectives, stage: Stage, spec: DecoderSpec, dtype: torch.dtype) -> None:
         """spec: of the whole model. dtype: in which it computes."""
-        self.stage, self.part = stage, spec.of_layers(stage)
+        self.stage, self.part, self.num_stages = stage, spec.of_layers(stage), collectives.num_ranks
         self._collectives, self._dtype = collectives, dtype
 
     def take(self, num_rows: int) -> Tensor:
