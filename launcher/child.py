@@ -45,6 +45,7 @@ def main() -> None:
     # Sent to a whole group or control group, these are for the supervisor, which ends its children itself.
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     faulthandler.enable()
     # A core file would hold prompts and keys.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

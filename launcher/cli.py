@@ -61,6 +61,7 @@ class LazyGroup(click.Group):
         "experts": ("launcher.cli:experts", "Record, draw and foresee where tokens meet their experts."),
         "cache": ("launcher.cli:cache", "See, check and empty a folder of KV or of expert files."),
         "doctor": ("launcher.doctor:doctor", "Say what a model is, what fits into this machine, and with which flags."),
+        "key": ("launcher.cli:key", "Make keys for the people who use a server."),
         "pull": ("launcher.model_files:pull", "Fetch a model of the hub before it is served."),
         "verify": ("launcher.model_files:verify_command", "Compare a model folder with its recorded hashes."),
         "demo": ("launcher.cli:demo", "Build variants of the demo model."),
@@ -107,6 +108,11 @@ def experts() -> None:
 )
 def cache() -> None:
     """See, check and empty a folder of --kv-disk-path or of --expert-store-dir."""
+
+
+@click.group(cls=LazyGroup, entries={"new": ("launcher.keys:new", "Print the line of a new key.")})
+def key() -> None:
+    """Make keys for the people who use a server (--api-key-file)."""
 
 
 @click.group(cls=LazyGroup, entries={"build": ("launcher.cli:build_demo", "Build a variant of the demo model.")})

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         run.config.log_level, run.config.log_format, {"frontend": options.number} if several else None
     )
     try:
-        services = Services.load(run, lambda: logs.num_dropped, options.news_fd, options.number)
+        services = Services.load(run, lambda: logs.num_dropped, options.news_fd, options.number, logs.drain)
         settle()
         serve(services, socket.socket(fileno=options.fd), options.beat_fd, options.wills_fd)
     except ConfigError as error:

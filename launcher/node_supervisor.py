@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from launcher.life import RestartPolicy
 from launcher.processes import Child, describe_end, start_computing, statuses
-from launcher.supervisor import GROUP_MODULE, handled_signals
+from launcher.supervisor import GROUP_MODULE, UNENDING, handled_signals
 from moeserve.forever import vital
 from moeserve.run_context import RunContext
 from moeserve.statuses import Computing, Ended, Failed, Forked, Loading, Met, Ready
@@ -111,14 +111,14 @@ class NodeSupervisor:
         return delay
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Wait for node 0 after a first SIGTERM or SIGHUP: it needs this node until its streams have ended.
+        """Wait for node 0 after a first SIGTERM: it needs this node until its streams have ended.
 
-        End at once after another signal, but for SIGUSR1, which is for node 0.
+        End at once after another signal, but for SIGHUP and SIGUSR1, which are for node 0.
         """
-        if number == signal.SIGUSR1:
+        if number in UNENDING:
             return
         computes = self._computes_since is not None
-        if number in (signal.SIGTERM, signal.SIGHUP) and self._exit_code is None and computes:
+        if number == signal.SIGTERM and self._exit_code is None and computes:
             self._exit_code = 0
             patience = self._context.config.shutdown_timeout + _PATIENCE
             asyncio.get_running_loop().call_later(patience, self._kill)

@@ -73,14 +73,19 @@ class Child:
         """`name` is for sentences; `ended` is done once the process is reaped. `pass_fds` stay open in the child."""
         self.name = name
         command = [sys.executable, "-P", "-m", "launcher.child", str(os.getpid()), module, *arguments]
-        self._process = subprocess.Popen(
-            command,
-            env=dict(environment),
-            pass_fds=list(pass_fds),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            umask=0o077,
-        )
+        # The child inherits the mask, until it has said what SIGHUP means to it (`launcher.child`).
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                pass_fds=list(pass_fds),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                umask=0o077,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._pidfd = os.pidfd_open(self._process.pid)
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()

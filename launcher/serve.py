@@ -40,7 +40,7 @@ from launcher.response_store import response_store
 from launcher.run_directory import make_context, run_directory
 from launcher.running import write_record
 from launcher.settings_options import ServeCommand, settings_options
-from launcher.supervisor import Listeners, Supervisor, handled_signals
+from launcher.supervisor import UNENDING, Listeners, Supervisor, handled_signals
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.engine.ranks.messages import RankError
 from moeserve.model.spec import ModelError
@@ -187,10 +187,10 @@ def say(console: Console, kind: str, sentence: str) -> None:
 
 
 def _exit_on_signals() -> None:
-    """Have every signal that ends a service end this process in an orderly way; SIGUSR1 has nothing to tell yet."""
+    """Have every signal that ends a service end this process in an orderly way; the others mean nothing yet."""
     for number in handled_signals():
         if number != signal.SIGINT:
-            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else _exit_on_signal)
+            signal.signal(number, signal.SIG_IGN if number in UNENDING else _exit_on_signal)
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:

@@ -33,6 +33,7 @@ WORKER_MODULE = "launcher.worker"
 GROUP_MODULE = "launcher.rank_group"
 FRONTEND_MODULE = "launcher.frontend_main"
 _WORKER = "model process"
+UNENDING = (signal.SIGHUP, signal.SIGUSR1)  # signals that end nothing
 # A restart may take at most this many times the seconds of the first start, or of finding a hang if that is longer.
 _START_PATIENCE = 5.0
 
@@ -135,8 +136,8 @@ class Supervisor:
     `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N --number I --beat-fd M --news-fd L --wills-fd K`. When a
     frontend dies its last wills are executed (`launcher.wills`).
 
-    SIGTERM and SIGHUP drain, unless SIGHUP is ignored already (nohup); SIGINT and SIGQUIT stop at once, and so does a
-    second signal; SIGUSR1 asks for the state.
+    SIGTERM drains; SIGINT and SIGQUIT stop at once, and so does a second signal of these; SIGHUP has the frontends read
+    the keys and the public prefixes again; SIGUSR1 asks for the state.
     """
 
     def __init__(
@@ -476,8 +477,14 @@ class Supervisor:
         if number == signal.SIGUSR1:
             self._tell.state(self._state())
             return
+        if number == signal.SIGHUP:
+            # A frontend that has not begun to tick reads the files at its start.
+            for frontend in self._frontends.values():
+                if frontend.serves_since is not None:
+                    frontend.child.send_signal(number)
+            return
         self._tell.stopping()
-        drains = number in (signal.SIGTERM, signal.SIGHUP)
+        drains = number == signal.SIGTERM
         if self._exit_code is None and drains:
             self._drain()
             return
@@ -662,6 +669,5 @@ def remove_files_of(context: RunContext) -> None:
 
 
 def handled_signals() -> list[signal.Signals]:
-    """Return the signals that the supervisor handles. A SIGHUP that nohup has had ignored stays so."""
-    handled = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1]
-    return handled if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*handled, signal.SIGHUP]
+    """Return the signals that the supervisor handles."""
+    return [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, *UNENDING]

@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
+from ipaddress import ip_network
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
@@ -159,6 +160,11 @@ def _as_count(given: Any) -> int:
 def _check_slo(text: str) -> None:
     if "ttft" not in parse_limits(text, ("ttft", "tpot")):
         raise ValueError("ttft is missing")
+
+
+def _check_proxy(text: str) -> None:
+    if text != "*":
+        ip_network(text)
 
 
 _model, _ranks, _nodes, _memory, _experts, _expert_memory, _http, _operation = (
@@ -441,7 +447,13 @@ class ServeConfig:
     port: int = _http(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
     api_key: tuple[str, ...] = _http((), "Key that clients must send.", secret=True)
     api_key_file: str | None = _http(
-        None, "File of keys, one `role:key` or `key` per line; roles user, metrics, admin."
+        None,
+        "File of keys, one `role:key name=alice` per line; roles user, metrics, admin. Read again when it changes.",
+    )
+    trusted_proxy: tuple[str, ...] = _http(
+        (),
+        "Address or network of a proxy whose X-Forwarded-For names the client, for the log; * for any.",
+        check=_check_proxy,
     )
     cors_allow_origin: tuple[str, ...] = _http((), "Origin whose pages may call the server from a browser; * for any.")
     allowed_host: tuple[str, ...] = _http(

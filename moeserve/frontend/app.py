@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -16,7 +15,6 @@ from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
 
 from moeserve.config import ConfigError
-from moeserve.forever import Forever
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.held import OpenRequests
 from moeserve.frontend.jobs.batches import Batches
@@ -26,12 +24,14 @@ from moeserve.frontend.keys import AuthGate, load_keys, warn_of_readers
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.pages import PageGate
 from moeserve.frontend.route import RouteTable
-from moeserve.frontend.routes.cache import load_public_prefixes, publish_prefixes
+from moeserve.frontend.routes.cache import load_public_prefixes
 from moeserve.frontend.routes.generate import TELLING_HEADERS
 from moeserve.frontend.routes.table import ROUTES, Endpoints
 from moeserve.frontend.services import Services
+from moeserve.frontend.setting_files import PublicPrefixes, SettingFiles
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.store import Bounds, Store
+from moeserve.frontend.usage import UsageBook
 
 _DAY_S = 86_400.0
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
@@ -82,23 +82,27 @@ def create_app(services: Services, most_requests: int) -> Starlette:
     bounds = Bounds(config.response_store_size, config.response_store_days * _DAY_S, keys.stored_share)
     store = Store(services.run.store_file, bounds)
     owner = Owner(services.run.store_file)
-    jobs = Jobs(services, store, owner, keys.holder)
+    book = UsageBook(keys, store, owner, services.metrics.rejections, services.drain_logs)
+    jobs = Jobs(services, store, owner, book)
     answers = KeyedAnswers(store, owner, services.held)
-    endpoints = Endpoints(services, store, jobs, answers, owner.name)
-    batches = Batches(services, store, owner, keys.holder)
+    endpoints = Endpoints(services, store, jobs, answers, book, owner.name)
+    batches = Batches(services, store, owner, book)
     table = RouteTable(ROUTES)
+    files = SettingFiles(services, keys, book, PublicPrefixes(services, public))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with _running(services, store, owner, jobs, answers, batches), _publishing(services, public):
+        async with _running(services, store, owner, book, jobs, answers, batches):
+            files.start()
             yield
+            await files.stop()
 
     app = Starlette(
         routes=_starlette_routes(endpoints),
         lifespan=lifespan,
         middleware=[
             *_cors(config.cors_allow_origin),
-            Middleware(RequestBoundary, metrics=services.metrics, routes=table),
+            Middleware(RequestBoundary, metrics=services.metrics, routes=table, tell=book.tell),
             Middleware(
                 PageGate,
                 routes=table,
@@ -122,12 +126,19 @@ def create_app(services: Services, most_requests: int) -> Starlette:
 
 @asynccontextmanager
 async def _running(
-    services: Services, store: Store, owner: Owner, jobs: Jobs, answers: KeyedAnswers, batches: Batches
+    services: Services,
+    store: Store,
+    owner: Owner,
+    book: UsageBook,
+    jobs: Jobs,
+    answers: KeyedAnswers,
+    batches: Batches,
 ) -> AsyncIterator[None]:
     """Start everything behind the routes; stop it in the opposite order."""
     await store.start()
     await services.start()
     owner.hold()
+    book.start()
     await jobs.start()
     batches.start()
     try:
@@ -137,23 +148,9 @@ async def _running(
         await jobs.stop()
         await answers.stop()
         await services.stop()
+        await book.stop()
         await store.stop()
         owner.release()
-
-
-@asynccontextmanager
-async def _publishing(services: Services, prefixes: Sequence[bytes]) -> AsyncIterator[None]:
-    """Publish the public prefixes while the block runs. Of several frontends only the first does: all share the
-    engine."""
-    if not prefixes or services.number != 0:
-        yield
-        return
-    publishing = Forever("public prefixes", partial(publish_prefixes, services, prefixes))
-    publishing.start()
-    try:
-        yield
-    finally:
-        await publishing.stop()
 
 
 def _starlette_routes(endpoints: Endpoints) -> list[BaseRoute]:

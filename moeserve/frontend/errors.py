@@ -87,6 +87,11 @@ def forbidden(message: str, param: str | None = None, code: str = "insufficient_
     return ApiError(403, message, type="permission_error", param=param, code=code)
 
 
+def key_gone() -> ApiError:
+    """401: the caller's key was taken out of the key file."""
+    return ApiError(401, "This API key is not valid any more", type="authentication_error", code="key_gone")
+
+
 def conflict(message: str, code: str) -> ApiError:
     """409: not as things stand."""
     return ApiError(409, message, type="conflict", code=code)

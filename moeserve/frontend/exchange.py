@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import replace
 from typing import Any
 
+from moeserve.frontend.account import Spent
 from moeserve.frontend.dialects import chat, completions, messages, ollama, responses_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX
@@ -205,6 +206,22 @@ def tell_engine(answer: Answer, group: RequestGroup) -> None:
         group.turn(answer.turns.pop())
 
 
+def token_fields(answer: Answer) -> dict[str, Any]:
+    """Return the counts of an answer for a log line."""
+    usage = answer.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+    }
+
+
+def spent_of(name: str, answer: Answer) -> Spent:
+    """Return what the key with the name has spent on an answer."""
+    usage = answer.usage
+    return Spent(name, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+
+
 class Progress:
     """Times of one answer, for the metrics and for the log line. `arrival` is the request's, on `time.monotonic`."""
 
@@ -242,8 +259,9 @@ class Progress:
             found.append((b"x-moeserve-ttft-ms", str(round(1000 * (self._first - self._arrival))).encode()))
         return found
 
-    def end(self, answer: Answer, log_fields: dict[str, Any]) -> None:
-        """Observe the end of the answer, complete or not, and add its counts to the log line."""
+    def end(self, answer: Answer) -> dict[str, Any]:
+        """Observe the end of the answer, complete or not; return the fields of its log line, none for an answer that
+        the engine did not begin."""
         usage = answer.usage
         now = time.monotonic()
         if not answer.num_open:
@@ -254,14 +272,12 @@ class Progress:
                 self._metrics.decode_time.observe(now - self._first)
         if left := self._num_admitted - self._num_ended:
             self._metrics.count_ended(FinishReason.ABORT, left)
-        log_fields |= {
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "complete": not answer.num_open,
-        }
+        if not self._num_admitted:
+            return {}
+        fields = {**token_fields(answer), "complete": not answer.num_open}
         if self._first is not None:
-            log_fields["ttft_ms"] = round(1000 * (self._first - self._arrival), 1)
+            fields["ttft_ms"] = round(1000 * (self._first - self._arrival), 1)
+        return fields
 
 
 async def whole(group: RequestGroup, answer: Answer, progress: Progress, turns: Turns) -> list[Delta]:

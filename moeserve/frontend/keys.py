@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,59 +21,35 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moeserve.config import ConfigError
 from moeserve.frontend.errors import ApiError, forbidden
 from moeserve.frontend.held import HeldBytes, OpenRequests
+from moeserve.frontend.key_file import (
+    ADMIN,
+    DEFAULT_RIGHTS,
+    METRICS,
+    ROLES,
+    USER,
+    KeyLine,
+    Rights,
+    digest_of,
+    read_lines,
+    usual_name,
+)
 from moeserve.frontend.route import Route, RouteTable
 
 log = structlog.get_logger(__name__)
 
-USER, METRICS, ADMIN = "user", "metrics", "admin"
-ROLES = (USER, METRICS, ADMIN)
-# What the shares of a key are parts of.
-_BLOCKS = "KV blocks"
-_SHARED = {
-    "retention": _BLOCKS,
-    "pinned": _BLOCKS,
-    "cached": _BLOCKS,
-    "running": "running places",
-    "queue": "places",
-    "stored": "bytes of the response store",
-}
-_RIGHT = re.compile(r"(.*\S)\s+(retention|pinned|weight|running|queue|cached|stored|priority)=(\S*)")
-_LEAST_WEIGHT = 0.001
 _ROUNDING = 1e-9  # of a sum of shares
 _GRANTS = {USER: {USER}, METRICS: {METRICS}, ADMIN: {USER, METRICS, ADMIN}}
 
 
 @dataclass(frozen=True, slots=True)
-class Rights:
-    """The rights that the key file grants a key.
-
-    `retention`: the share of the KV blocks that may be retained for it, `pinned`: the share that it may pin; None for
-    the service's settings. `weight`: of the key among all that have requests. `running` and `queue`: the shares of the
-    places for running and for all requests that it gets at most. `cached`: the share of the KV blocks beyond which its
-    prefixes are evicted before all others. `stored`: its share of the response store; None for an equal part, weight
-    for weight, of what named shares leave. `priority`: whether it may ask for an urgent one.
-    """
-
-    retention: float | None = None
-    pinned: float | None = None
-    weight: float = 1.0
-    running: float = 1.0
-    queue: float = 1.0
-    cached: float = 1.0
-    stored: float | None = None
-    priority: bool = False
-
-
-DEFAULT_RIGHTS = Rights()
-
-
-@dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller: the SHA-256 digest of its key (empty without keys) and the roles that the key grants."""
+    """A caller: the SHA-256 digest of its key (empty without keys), the roles that the key grants, and its name, which
+    several keys may share (empty without keys)."""
 
     digest: bytes
     grants: frozenset[str]
     rights: Rights = DEFAULT_RIGHTS
+    name: str = ""
 
     @property
     def is_admin(self) -> bool:
@@ -127,6 +101,7 @@ class AuthGate:
                 type="authentication_error",
                 code="invalid_api_key",
             )
+        scope.setdefault("state", {}).setdefault("log", {})["key"] = identity.name
         role = USER if route is None else route.role
         if role not in identity.grants:
             raise forbidden(
@@ -155,52 +130,92 @@ def sent_key(scope: Scope) -> bytes | None:
 
 
 class KeyRing:
-    """The keys of a server, as digests."""
+    """The keys of a server, as digests. Those that are valid change when the key file does."""
 
-    def __init__(self, entries: Iterable[tuple[str, str]] = (), rights: Mapping[str, Rights] | None = None) -> None:
-        """entries: (role, key). rights: by key, where they are not the usual ones."""
-        own_rights = {hashlib.sha256(key.encode()).digest(): own for key, own in (rights or {}).items()}
-        grants: dict[bytes, set[str]] = {}
-        for role, key in entries:
-            grants.setdefault(hashlib.sha256(key.encode()).digest(), set()).update(_GRANTS[role])
-        self._identities = [
-            Identity(digest, frozenset(allowed), own_rights.get(digest, DEFAULT_RIGHTS))
-            for digest, allowed in grants.items()
-        ]
-        self._holders = {identity.digest: identity for identity in self._identities}
-        self._weights = sum(identity.rights.weight for identity in self._identities)
-        self._stored = _stored_shares([identity for identity in self._identities if USER in identity.grants])
+    def __init__(self, lines: Iterable[KeyLine] = ()) -> None:
+        """Raise ConfigError for lines that contradict each other."""
+        self._now = _Keys(lines)
 
     def __bool__(self) -> bool:
-        return bool(self._identities)
+        return bool(self._now.by_digest)
+
+    def __iter__(self) -> Iterator[Identity]:
+        return iter(self._now.by_digest.values())
+
+    def adopt(self, other: KeyRing) -> list[Identity]:
+        """Have the keys of another ring from now on; return those that are not valid any more."""
+        gone = [one for digest, one in self._now.by_digest.items() if digest not in other._now.by_digest]
+        self._now = other._now
+        return gone
 
     def holder(self, digest: bytes) -> Identity | None:
         """Return the holder of the key with this digest, None if the key is not valid any more. Without keys anyone
         holds it."""
         if not self:
             return ANYONE if not digest else None
-        return self._holders.get(digest)
+        return self._now.by_digest.get(digest)
 
     def stored_share(self, digest: bytes) -> float:
         """Return the share of the response store of the key with this digest: 1 without keys, 0 for a key that is not
         valid any more."""
-        return self._stored.get(digest, 0.0) if self else 1.0
+        return self._now.stored.get(digest, 0.0) if self else 1.0
 
     def part(self, digest: bytes) -> float:
         """Return the part, by weight, of the key with this digest: 1 without keys, 0 for what is no key's."""
         if not self:
             return 1.0
         holder = self.holder(digest)
-        return 0.0 if holder is None else holder.rights.weight / self._weights
+        return 0.0 if holder is None else holder.rights.weight / self._now.weights
 
     def find(self, key: bytes) -> Identity | None:
         """Return the identity of a key, None for a wrong one. Takes the same time for every key."""
         digest = hashlib.sha256(key).digest()
         found = None
-        for identity in self._identities:
+        for identity in self:
             if hmac.compare_digest(identity.digest, digest):
                 found = identity
         return found
+
+
+class _Keys:
+    """The keys of one reading of the key file."""
+
+    def __init__(self, lines: Iterable[KeyLine]) -> None:
+        """A key with several lines has the roles of all, and name and rights of the last that says any."""
+        grants: dict[bytes, set[str]] = {}
+        rights: dict[bytes, Rights] = {}
+        names: dict[bytes, str] = {}
+        for line in lines:
+            digest = digest_of(line.key)
+            grants.setdefault(digest, set()).update(_GRANTS[line.role])
+            if line.rights != DEFAULT_RIGHTS:
+                rights[digest] = line.rights
+            if line.name is not None:
+                names[digest] = line.name
+        self.by_digest = {
+            digest: Identity(
+                digest, frozenset(allowed), rights.get(digest, DEFAULT_RIGHTS), names.get(digest, usual_name(digest))
+            )
+            for digest, allowed in grants.items()
+        }
+        identities = self.by_digest.values()
+        _check_names(identities)
+        if sum(own.stored or 0.0 for own in rights.values()) > 1 + _ROUNDING:
+            raise ConfigError("the shares `stored=` in the key file add up to more than 1")
+        self.weights = sum(identity.rights.weight for identity in identities)
+        self.stored = _stored_shares([identity for identity in identities if USER in identity.grants])
+
+
+def _check_names(identities: Iterable[Identity]) -> None:
+    """Raise ConfigError for keys that share a name and state different limits."""
+    limits: dict[str, tuple[int | None, int | None]] = {}
+    for one in identities:
+        own = (one.rights.tokens, one.rights.requests)
+        if limits.setdefault(one.name, own) != own:
+            raise ConfigError(
+                f"the keys with the name {one.name} in the key file share their limits: give each of them the same "
+                "`tokens=` and `requests=`"
+            )
 
 
 def _stored_shares(identities: Iterable[Identity]) -> dict[bytes, float]:
@@ -219,54 +234,19 @@ def warn_of_readers(api_key_file: str | None) -> None:
 
 def load_keys(api_keys: Iterable[str], api_key_file: str | None) -> KeyRing:
     """Return the keys of the settings; `api_keys` have the role `user`. Raise ConfigError."""
-    entries = [(USER, key) for key in api_keys]
-    rights: dict[str, Rights] = {}
+    found = [KeyLine(USER, key) for key in api_keys]
     if api_key_file is not None:
         try:
             lines = Path(api_key_file).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the key file {api_key_file}: {type(error).__name__}") from None
-        stripped = (line.strip() for line in lines)
-        file_entries = [_entry(line, rights) for line in stripped if line and not line.startswith("#")]
-        if not file_entries:
+        of_file = read_lines(lines)
+        if not of_file:
             raise ConfigError(f"the key file {api_key_file} holds no key")
-        entries += file_entries
-    if sum(own.stored or 0.0 for own in rights.values()) > 1 + _ROUNDING:
-        raise ConfigError("the shares `stored=` in the key file add up to more than 1")
-    if any(not key for _, key in entries):
+        found += of_file
+    if any(not line.key for line in found):
         raise ConfigError("an API key must not be empty")
-    return KeyRing(entries, rights)
-
-
-def _entry(line: str, rights: dict[str, Rights]) -> tuple[str, str]:
-    """Return the role and the key of a line, and put the rights behind the key, like `weight=2`, into `rights`."""
-    granted: dict[str, Any] = {}
-    while match := _RIGHT.fullmatch(line):
-        line, name, value = match[1].strip(), match[2], match[3]
-        granted[name] = _right(name, value)
-    role, colon, key = line.partition(":")
-    entry = (role, key.strip()) if colon and role in ROLES else (USER, line)
-    if granted:
-        rights[entry[1]] = Rights(**granted)
-    return entry
-
-
-def _right(name: str, value: str) -> float | bool:
-    """Return the value of a right. Raise ConfigError."""
-    if name == "priority":
-        if value not in ("yes", "no"):
-            raise ConfigError("`priority=` in the key file is yes or no")
-        return value == "yes"
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if name == "weight":
-        if not _LEAST_WEIGHT <= number <= 1 / _LEAST_WEIGHT:
-            raise ConfigError(f"`weight=` in the key file takes a number, {_LEAST_WEIGHT:g} to {1 / _LEAST_WEIGHT:g}")
-    elif not 0 <= number <= 1:
-        raise ConfigError(f"`{name}=` in the key file takes a share of the {_SHARED[name]}, 0 to 1")
-    return number
+    return KeyRing(found)
 
 
 def cache_namespace(secret: str, identity: Identity, cache_salt: str) -> str:

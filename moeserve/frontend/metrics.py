@@ -140,12 +140,15 @@ class Metrics(Collector):
         for name in names:
             self._ignored.labels(name if name in HARMLESS else "other").inc()
 
-    def render(self, ready: EngineReady | None = None, names: VllmNames | None = None) -> bytes:
-        """Return the text that Prometheus scrapes; with `names`, of an engine that is `ready`, under these as well."""
-        if names is None:
-            return generate_latest(self)
-        stats = self._stats if self._is_awake() else None
-        return generate_latest(_Families(list(names.add(self.collect(), stats, ready))))
+    def render(
+        self, ready: EngineReady | None = None, names: VllmNames | None = None, more: Iterable[Metric] = ()
+    ) -> bytes:
+        """Return the text that Prometheus scrapes; with `names`, of an engine that is `ready`, under these as well.
+        more: others' metrics."""
+        families: Iterable[Metric] = self.collect()
+        if names is not None:
+            families = names.add(families, self._stats if self._is_awake() else None, ready)
+        return generate_latest(_Families([*families, *more]))
 
     def latencies(self) -> tuple[Buckets, Buckets]:
         """Return the times to the first token, and the times between tokens."""

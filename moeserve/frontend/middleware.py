@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeserve.frontend import limits
+from moeserve.frontend.account import RequestLine, Tell
 from moeserve.frontend.errors import ApiError, internal_error
 from moeserve.frontend.http import ClientDisconnected, PatientSend, SlowReader, send_error
 from moeserve.frontend.keys import sent_key
@@ -37,13 +38,16 @@ _AT_ONCE = 8
 class RequestBoundary:
     """ASGI middleware. `scope["state"]["request_id"]` is the client's `x-request-id` where it is safe to repeat.
 
-    Handlers add fields to the log line in `scope["state"]["log"]`: counts and times, never text.
+    Handlers add fields to the log line in `scope["state"]["log"]`: counts and times, never text. An answer's tokens go
+    to `scope["state"]["line"]`.
     `scope["state"]["error_body"]` writes an error as this request's client would get it. Requests begin a few in each
     turn of the event loop, and go on with their bodies likewise, except those by which operators look at the server.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: RouteTable) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: RouteTable, tell: Tell | None = None) -> None:
+        """tell: counts the tokens of an answer with its log line."""
         self._app = app
+        self._tell = tell
         self._metrics = metrics
         self._routes = routes
         self._turnstile = Turnstile()
@@ -56,7 +60,8 @@ class RequestBoundary:
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
         write = self._routes.error_body(scope["path"])
-        state |= {"request_id": request_id, "log": {}, "arrival": started}
+        line = RequestLine(self._tell)
+        state |= {"request_id": request_id, "line": line, "log": line.fields, "arrival": started}
         state["error_body"] = lambda error: write(error, request_id)
         patient = PatientSend(send, limits.SEND_TIMEOUT_S)
         found = self._routes.find(scope["path"])
@@ -83,9 +88,8 @@ class RequestBoundary:
             # Paths with a parameter are too many for labels.
             route = found.path if found is not None and found.path == scope["path"] else "other"
             self._metrics.count_response(route, response.status)
-            fields = {**state["log"], "ms": round(1000 * (time.monotonic() - started), 1)}
-            emit = log.debug if is_watch else log.info
-            emit("request", request_id=request_id, route=route, status=response.status, **fields)
+            facts = {"request_id": request_id, "route": route, "status": response.status, **_client(scope)}
+            line.end({**facts, "ms": round(1000 * (time.monotonic() - started), 1)}, is_watch=is_watch)
 
     async def _fail(
         self,
@@ -176,6 +180,12 @@ class _Response:
 
     def abandon(self) -> None:
         self.status = _CLIENT_CLOSED
+
+
+def _client(scope: Scope) -> dict[str, str]:
+    """Return the client's address for the log line; of one behind a trusted proxy, the address that the proxy names."""
+    client = scope.get("client")
+    return {"client": client[0]} if client else {}
 
 
 def _request_id(scope: Scope) -> str:

@@ -2,7 +2,7 @@
 
 uvicorn closes its listener as soon as it begins to stop, and then no client learns that the server is draining. So
 this module handles the signals: the first SIGTERM drains while the listener still answers, another one or SIGINT stops
-at once.
+at once. SIGHUP has the keys and the public prefixes read again.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class FrontendServer(uvicorn.Server):
                 server_header=False,
                 log_config=None,
                 timeout_keep_alive=_KEEP_ALIVE_TIMEOUT_S,
+                proxy_headers=bool(services.run.config.trusted_proxy),
+                forwarded_allow_ips=list(services.run.config.trusted_proxy),
                 timeout_graceful_shutdown=1,
             )
         )
@@ -102,6 +104,7 @@ class FrontendServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         loop.add_signal_handler(signal.SIGINT, self._on_sigint)
+        loop.add_signal_handler(signal.SIGHUP, self._services.asked_to_reload.set)
         try:
             yield
         finally:
@@ -109,6 +112,8 @@ class FrontendServer(uvicorn.Server):
                 self._ticker.stop()
             loop.remove_signal_handler(signal.SIGTERM)
             loop.remove_signal_handler(signal.SIGINT)
+            loop.remove_signal_handler(signal.SIGHUP)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and start to tick."""

@@ -18,7 +18,7 @@ from moeserve.frontend.admission import Admission, most_choices
 from moeserve.frontend.dialects.fields import EFFORT
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier, Named
-from moeserve.frontend.errors import ApiError, unavailable
+from moeserve.frontend.errors import ApiError, key_gone, unavailable
 from moeserve.frontend.held import HeldBytes
 from moeserve.frontend.http import content_coding, receive_body, until_disconnect
 from moeserve.frontend.keys import Identity
@@ -31,7 +31,14 @@ from moeserve.frontend.prepare.prepare import Preparer
 from moeserve.frontend.prepare.templates import read_sources
 from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_texts
 from moeserve.frontend.relay.engine_client import EngineClient
-from moeserve.frontend.relay.request_group import CrashSuspect, EngineAsleep, EngineBusy, EngineGone, EngineSilent
+from moeserve.frontend.relay.request_group import (
+    CrashSuspect,
+    EngineAsleep,
+    EngineBusy,
+    EngineGone,
+    EngineSilent,
+    KeyGone,
+)
 from moeserve.frontend.text import TextTokenizer
 from moeserve.run_context import RunContext
 from moeserve.scheduling.pacing import service_slo
@@ -60,12 +67,16 @@ class Services:
         news_fd: int | None = None,
         number: int = 0,
         switches: frozenset[str] = frozenset(),
+        drain_logs: Callable[[float], bool] = lambda _: True,
     ) -> None:
         """shape: how the model writes reasoning and calls. num_dropped_lines: of this process's logs, for a metric.
         news_fd: see `EngineClient`. number: of this frontend in the service, from 0. switches: variables of
-        the chat template that switch thinking."""
+        the chat template that switch thinking. drain_logs: see `UsageBook`."""
         self.run = run
         self.number = number
+        self.drain_logs = drain_logs
+        # Set by an operator who asks to read the keys and the public prefixes again.
+        self.asked_to_reload = asyncio.Event()
         self.tokenizer = tokenizer
         self.shape = shape
         self.switches = switches
@@ -102,6 +113,7 @@ class Services:
         num_dropped_lines: Callable[[], int] = lambda: 0,
         news_fd: int | None = None,
         number: int = 0,
+        drain_logs: Callable[[float], bool] = lambda _: True,
     ) -> Services:
         """Read the checkpoint's tokenizer and template. Raise ModelError if they cannot be used."""
         folder = Path(run.model_dir)
@@ -111,7 +123,7 @@ class Services:
         parsers = run.config.tool_call_parser, run.config.reasoning_parser
         shape = choose_shape(sources, model_type_of(folder), *parsers, tokenizer.added_ids)
         switches = frozenset(name for name in _SWITCHES if any(re.search(rf"\b{name}\b", text) for text in sources))
-        return cls(run, tokenizer, shape, num_dropped_lines, news_fd, number, switches)
+        return cls(run, tokenizer, shape, num_dropped_lines, news_fd, number, switches, drain_logs)
 
     async def start(self) -> None:
         """Connect to the engine without waiting, and start the text processes, so that no request does."""
@@ -276,6 +288,8 @@ def engine_unavailable(error: EngineGone) -> ApiError:
     """503: the engine is gone, or it has not answered in time. 500 for a request that may have ended it."""
     message = str(error)[:1].upper() + str(error)[1:]
     match error:
+        case KeyGone():
+            return key_gone()
         case EngineSilent():
             return unavailable(message, "engine_silent", _RETRY_WHILE_LOADING_S)
         case EngineAsleep():

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from tests.support.service import Service, service, wait_until
+from tests.support.service import Service, descendants, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION
 
 ENDLESS = MAX_POSITION // 2
@@ -126,13 +126,17 @@ def test_a_stopped_frontend_is_found_out_and_ends_the_service(watched: Service) 
     assert watched.leaves_nothing()
 
 
-@pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="nohup: a SIGHUP stays ignored")
-def test_a_hangup_lets_streams_finish(running: Service) -> None:
+def test_a_hangup_of_all_processes_ends_none(running: Service) -> None:
     events = running.stream(max_tokens=100)
     next(events)
-    running.process.send_signal(signal.SIGHUP)
+    before = descendants(running.process.pid)
+    for pid in (running.process.pid, *before):
+        os.kill(pid, signal.SIGHUP)
     last = [event for event in events if event["choices"]][-1]
     assert last["choices"][0]["finish_reason"] == "length"
+    assert descendants(running.process.pid) >= before
+    wait_until(lambda: "settings_reloaded" in running.errors.read_text())
+    running.process.send_signal(signal.SIGTERM)
     assert running.end() == 0
     assert running.leaves_nothing()
 

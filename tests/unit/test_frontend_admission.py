@@ -13,7 +13,8 @@ import pytest
 from moeserve.config import ConfigError
 from moeserve.frontend.admission import Admission, read_terms
 from moeserve.frontend.errors import ApiError
-from moeserve.frontend.keys import ADMIN, ANYONE, USER, Identity, Rights, load_keys
+from moeserve.frontend.key_file import ADMIN, USER, Rights
+from moeserve.frontend.keys import ANYONE, Identity, load_keys
 from moeserve.plan import Terms
 from moeserve.scheduling.pacing import Backlog, Load, Slo
 
@@ -282,7 +283,7 @@ def test_a_key_file_grants_weights_and_shares(tmp_path: Path) -> None:
 def test_a_right_that_is_none_is_named(tmp_path: Path, right: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"user:alice {right}\n")
-    with pytest.raises(ConfigError, match=f"`{right.partition('=')[0]}=` in the key file"):
+    with pytest.raises(ConfigError, match=f"line 1 of the key file: `{right.partition('=')[0]}=`"):
         load_keys((), str(file))
 
 

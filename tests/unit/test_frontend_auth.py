@@ -11,11 +11,12 @@ from structlog.testing import capture_logs
 from moeserve.config import ConfigError
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.held import HeldBytes, OpenRequests
+from moeserve.frontend.key_file import read_line
 from moeserve.frontend.keys import ANYONE, AuthGate, Identity, KeyRing, cache_namespace, load_keys, warn_of_readers
 from moeserve.frontend.route import RouteTable
 from moeserve.frontend.routes.table import ROUTES
 
-KEYS = KeyRing([("user", "u"), ("metrics", "m"), ("admin", "a"), ("user", "both"), ("metrics", "both")])
+KEYS = KeyRing(map(read_line, ["user:u", "metrics:m", "admin:a", "user:both", "metrics:both"]))
 SECRET = "5e" * 32
 
 

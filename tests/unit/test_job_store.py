@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,14 @@ from moeserve.frontend.dialects.responses_items import Named
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.jobs.runner import pack_entries
+from moeserve.frontend.keys import KeyRing
 from moeserve.frontend.listing import Page
 from moeserve.frontend.store import idempotency, jobs, responses
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.idempotency import Name
 from moeserve.frontend.store.jobs import StoredJob
 from moeserve.frontend.store.store import Bounds, NoRoom, Shelf, Store, drop_old
+from moeserve.frontend.usage import UsageBook
 from tests.support.stores import LARGE, shelves
 
 MakeShelf = Callable[..., Shelf]
@@ -146,7 +149,8 @@ def test_a_follower_of_another_processes_job_reads_its_journal_only_when_somebod
         services = SimpleNamespace(
             run=SimpleNamespace(reader="", response_store=None), engine=engine, is_draining=False
         )
-        following = Jobs(cast("Any", services), store, Owner(tmp_path / "store"), lambda _: None)
+        owner = Owner(tmp_path / "store")
+        following = Jobs(cast("Any", services), store, owner, UsageBook(KeyRing(), store, owner, Counter()))
         following._watching.start()
         entries = following.follow(StoredJob("a", b"", b"record"))
         first = asyncio.ensure_future(anext(entries))

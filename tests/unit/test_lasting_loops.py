@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,14 @@ from moeserve.frontend.jobs import runner
 from moeserve.frontend.jobs.batches import Batches
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.jobs.runner import Journal
+from moeserve.frontend.keys import KeyRing
 from moeserve.frontend.relay.engine_client import EngineLink
 from moeserve.frontend.store import jobs
 from moeserve.frontend.store import store as store_module
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.jobs import StoredJob
 from moeserve.frontend.store.store import Store
+from moeserve.frontend.usage import UsageBook
 from moeserve.wire import Admitted
 from tests.support.stores import LARGE
 
@@ -64,6 +66,10 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, error: Exc
 
     monkeypatch.setattr(where, name, failing)
     return has_gone_on
+
+
+def book_of(store: Store, owner: Owner) -> UsageBook:
+    return UsageBook(KeyRing(), store, owner, Counter())
 
 
 def services(**more: Any) -> Any:
@@ -145,7 +151,7 @@ def test_a_look_for_jobs_that_fails_is_followed_by_one_that_adopts(
         owner = Owner(tmp_path / "store")
         owner.hold()
         fail_once(monkeypatch, owner, "is_dead", error)
-        made = Jobs(services(), store, owner, lambda _: None)
+        made = Jobs(services(), store, owner, book_of(store, owner))
         await made.start()
         # It is taken over, and fails: the record is none.
         while (await store.read(b"", partial(jobs.status, job_id="a"))).state == "open":
@@ -160,7 +166,8 @@ def test_a_look_for_batches_that_fails_is_followed_by_another(tmp_path: Path, mo
     @with_store
     async def run(store: Store) -> None:
         has_gone_on = fail_once(monkeypatch, store, "read", OSError("no locks"))
-        made = Batches(services(), store, Owner(tmp_path / "store"), lambda _: None)
+        owner = Owner(tmp_path / "store")
+        made = Batches(services(), store, owner, book_of(store, owner))
         made.start()
         await asyncio.wait_for(has_gone_on.wait(), 60)
         await made.stop()
@@ -175,7 +182,8 @@ def test_a_follower_hears_of_news_after_a_look_at_the_file_that_failed(
     async def run(store: Store) -> None:
         await store.write(b"", partial(create, job_id="a", owner="other"))
         has_gone_on = fail_once(monkeypatch, store, "has_changed", MemoryError())
-        following = Jobs(services(), store, Owner(tmp_path / "store"), lambda _: None)
+        owner = Owner(tmp_path / "store")
+        following = Jobs(services(), store, owner, book_of(store, owner))
         following._watching.start()
         followed = following.follow(StoredJob("a", b"", b"record"))
         first = asyncio.ensure_future(anext(followed))

@@ -33,6 +33,7 @@ from moeserve.frontend.store import batches, files, responses
 from moeserve.frontend.store.batches import BatchState, OpenBatch, StoredBatch
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.store import STORE_FULL, Shelf, Store
+from moeserve.frontend.usage import UsageBook
 
 log = structlog.get_logger(__name__)
 
@@ -53,13 +54,16 @@ class Batches:
     """The batches of this process: one of each key at a time, each on a task of its own."""
 
     def __init__(
-        self, services: Services, store: Store, owner: Owner, identify: Callable[[bytes], Identity | None]
+        self,
+        services: Services,
+        store: Store,
+        owner: Owner,
+        book: UsageBook,
     ) -> None:
-        """identify: returns the holder of the key with a digest."""
         self._services = services
         self._store = store
         self._owner = owner
-        self._identify = identify
+        self._book = book
         self._tasks: dict[bytes, asyncio.Task[None]] = {}  # by the callers of their batches, whose ids are their names
         self._looking = Forever("batches", self._look, _LOOK_APART_S)
 
@@ -137,9 +141,7 @@ class Batches:
 
     async def _work(self, batch: StoredBatch) -> list[ApiError]:
         """Have all lines answered; return what is wrong with the file. Raise ApiError for a batch that cannot go on."""
-        identity = self._identify(batch.caller)
-        if identity is None:
-            raise ApiError(403, "The API key of this batch is not valid any more", code="cannot_go_on")
+        self._holder(batch)
         if batch.state == "validating":
             if batch.tries >= limits.MAX_JOB_TRIES:
                 raise _no_progress()
@@ -150,10 +152,17 @@ class Batches:
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(at_once):
-                    group.create_task(self._answer_lines(batch, identity))
+                    group.create_task(self._answer_lines(batch))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return []
+
+    def _holder(self, batch: StoredBatch) -> Identity:
+        """Return the holder of a batch's key. Raise ApiError (403) for a key that is not valid any more."""
+        identity = self._book.holder(batch.caller)
+        if identity is None:
+            raise ApiError(403, "The API key of this batch is not valid any more", code="cannot_go_on")
+        return identity
 
     # The lines of a file.
 
@@ -202,8 +211,9 @@ class Batches:
 
     # Answers.
 
-    async def _answer_lines(self, batch: StoredBatch, identity: Identity) -> None:
-        """Answer one line after another as long as there is a free one. Each answer is kept as the next line begins."""
+    async def _answer_lines(self, batch: StoredBatch) -> None:
+        """Answer one line after another as long as there is a free one. Each answer is kept as the next line begins.
+        Raise ApiError (403) once the batch's key is not valid any more."""
         keep: Callable[[Shelf], None] | None = None
 
         def advance(shelf: Shelf) -> LinePlace | None:
@@ -213,6 +223,7 @@ class Batches:
 
         while (line := await _patiently(partial(self._store.write, batch.caller, advance))) is not None:
             formatter: Formatter | None = None
+            identity = self._holder(batch)
             try:
                 if line.tries >= limits.MAX_JOB_TRIES:
                     raise _no_progress()
@@ -231,6 +242,7 @@ class Batches:
     ) -> tuple[bytes, Formatter]:
         """Have a line answered like a request of its route; return the answer and its formatter. Raise ApiError."""
         services, kind = self._services, KINDS[batch.path]
+        await self._book.enter(batch.caller)
         facts = services.check_serving()
         hold.set(line.size)
         body = await self._content(batch, line.start, line.size)
@@ -260,7 +272,10 @@ class Batches:
                     choices = await exchange.whole(group, answer, progress, turns)
                     return await exchange.completed(formatter, choices, answer, services.long_answers), formatter
         finally:
-            progress.end(answer, {})
+            if fields := progress.end(answer):
+                own = {"key": identity.name} if identity.name else {}
+                facts_of_line = {"answer_id": answer_id, "route": batch.path, "batch": batch.batch_id, **own}
+                self._book.tell(exchange.spent_of(identity.name, answer), "answer", facts_of_line | fields)
 
 
 def _keep(

@@ -32,7 +32,6 @@ from moeserve.frontend.jobs.runner import (
     unpack_failure,
     unpack_record,
 )
-from moeserve.frontend.keys import Identity
 from moeserve.frontend.prepare.messages import Prepared, pack_reply
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
@@ -41,6 +40,7 @@ from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.idempotency import Name
 from moeserve.frontend.store.jobs import OpenJob, Status, StoredJob
 from moeserve.frontend.store.store import Store
+from moeserve.frontend.usage import UsageBook
 from moeserve.plan import Terms
 
 _LOOK_APART_S = 0.05  # between two looks whether the store has changed, while jobs of other processes are followed
@@ -55,14 +55,18 @@ class Jobs:
     """Jobs by id. Nobody finds another caller's."""
 
     def __init__(
-        self, services: Services, store: Store, owner: Owner, identify: Callable[[bytes], Identity | None]
+        self,
+        services: Services,
+        store: Store,
+        owner: Owner,
+        book: UsageBook,
     ) -> None:
-        """owner: this process. identify: returns the holder of the key with a digest."""
+        """owner: this process."""
         self._services = services
         self._store = store
         self._owner = owner
         self._journal = Journal(store, self._owner.name)
-        self._runner = Runner(services, store, self._journal, self._owner, identify)
+        self._runner = Runner(services, store, self._journal, self._owner, book)
         self._awaited = asyncio.Event()  # set while a follower may wait for another process's job
         self._watching = Forever("jobs of others", self._watch)
         self._showing: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)

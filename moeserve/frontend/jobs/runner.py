@@ -26,16 +26,26 @@ from moeserve.frontend.admission import terms_of
 from moeserve.frontend.dialects.internal import Delta
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.errors import ApiError, internal_error
-from moeserve.frontend.exchange import Progress, answer_of, completed, generates_of, submitted, tell_engine
+from moeserve.frontend.exchange import (
+    Progress,
+    answer_of,
+    completed,
+    generates_of,
+    spent_of,
+    submitted,
+    tell_engine,
+    token_fields,
+)
 from moeserve.frontend.held import Hold
-from moeserve.frontend.keys import Identity
 from moeserve.frontend.prepare.messages import Prepared, expect, pack_reply, unpack_reply
+from moeserve.frontend.relay.answer import Answer
 from moeserve.frontend.relay.request_group import EngineGone, Past, RequestGroup
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs, responses
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.jobs import OpenJob
 from moeserve.frontend.store.store import Shelf, Store, store_full, store_unavailable
+from moeserve.frontend.usage import UsageBook
 from moeserve.plan import Terms
 from moeserve.wire import Output
 
@@ -237,14 +247,17 @@ class Runner:
         store: Store,
         journal: Journal,
         owner: Owner,
-        identify: Callable[[bytes], Identity | None],
+        book: UsageBook,
     ) -> None:
-        """identify: returns who has the key of that digest."""
         self._services = services
         self._store = store
         self._journal = journal
         self._owner = owner
-        self._identify = identify
+        self._book = book
+        # The name of the key, and the answer so far, of jobs that an engine has begun here. A job's tokens are counted
+        # once, at its end: whoever goes on with it has them in its journal.
+        self._answers: dict[str, tuple[str, Answer]] = {}
+        self._withdrawn: set[str] = set()
         self._reader = services.run.reader
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._places: defaultdict[bytes, asyncio.Semaphore] = defaultdict(self._make_places)
@@ -269,11 +282,14 @@ class Runner:
 
     def withdraw(self, job_id: str) -> None:
         """Stop computing a job that has ended."""
-        if (task := self._tasks.get(job_id)) is not None:
-            task.cancel()
+        if job_id in self._tasks:
+            self._withdrawn.add(job_id)
+            self._tasks[job_id].cancel()
 
     def _forget(self, job_id: str, task: asyncio.Task[None]) -> None:
         self._tasks.pop(job_id, None)
+        self._withdrawn.discard(job_id)
+        self._answers.pop(job_id, None)
         self._journal.ring(job_id)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("job_failed", job=job_id, exc_info=error)
@@ -299,8 +315,8 @@ class Runner:
                 self.withdraw(job_id)
         if self._services.is_draining:
             if self._services.run.response_store is not None:
-                for job_id in list(self._tasks):
-                    self.withdraw(job_id)
+                for task in list(self._tasks.values()):
+                    task.cancel()
             return
         dead = [name for name in owners if self._owner.is_dead(name)]
         left = owned - running - set(self._tasks)
@@ -313,26 +329,41 @@ class Runner:
     # Running.
 
     async def _run(self, job: OpenJob, terms: Terms | None) -> None:
-        """Work until the job has ended, or until this process is to leave it to another one."""
+        """Work until the job has ended, and count its tokens, or until this process is to leave it to another one."""
+        has_ended = False
+        try:
+            has_ended = await self._work(job, terms)
+        except asyncio.CancelledError:
+            has_ended = job.job_id in self._withdrawn
+            raise
+        finally:
+            if has_ended and job.job_id in self._answers:
+                self._tell(job.job_id, *self._answers[job.job_id])
+
+    def _tell(self, job_id: str, name: str, answer: Answer) -> None:
+        own = {"key": name} if name else {}
+        fields = {"answer_id": job_id, "route": "/v1/responses", "background": True, **own, **token_fields(answer)}
+        self._book.tell(spent_of(name, answer), "answer", fields | {"complete": not answer.num_open})
+
+    async def _work(self, job: OpenJob, terms: Terms | None) -> bool:
+        """Return True once the job has ended, False if it is left to another process, or to a later look."""
         wait_s = _FIRST_WAIT_S
         while True:
             try:
                 async with self._places[job.caller]:
                     with self._services.held.hold(job.caller) as hold:
                         await self._attempt(job, terms, hold)
-                return
+                return True
             except JobEnded:
-                return
+                return True
             except ApiError as error:
                 if self._services.is_draining or self._services.engine.dead_reason is not None:
-                    return
+                    return False
                 if error.status != 503:
-                    await self._fail(job, error)
-                    return
+                    return await self._fail(job, error)
             except Exception as error:  # A defect here is its request's alone.
                 log.error("job_failed", job=job.job_id, exc_info=error)
-                await self._fail(job, internal_error())
-                return
+                return await self._fail(job, internal_error())
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
@@ -345,7 +376,7 @@ class Runner:
         hold.set(2 * len(stored.record))  # its prompt is held as it is, and as it is sent
         record, prepared = unpack_record(stored.record)
         del stored
-        identity = self._identify(job.caller)
+        identity = self._book.holder(job.caller)
         if record.reader != self._reader:
             raise _OTHER_SERVICE
         if identity is None:
@@ -371,6 +402,7 @@ class Runner:
         )
         with services.admission.hold(request.num_sequences, services.capacity, terms):
             async with submitted(services, generates, facts, past) as group:
+                self._answers[job.job_id] = identity.name, replay.answer
                 await self._follow(job, replay, group, past)
         await self._complete(job, replay)
 
@@ -401,7 +433,7 @@ class Runner:
                 num_deaths = group.num_deaths
                 tell_engine(replay.answer, group)
         finally:
-            progress.end(replay.answer, {})
+            progress.end(replay.answer)
 
     async def rows(self, job_id: str) -> AsyncIterator[bytes]:
         number = -1
@@ -431,7 +463,11 @@ class Runner:
 
         await self._store.write(job.caller, end)
 
-    async def _fail(self, job: OpenJob, error: ApiError) -> None:
+    async def _fail(self, job: OpenJob, error: ApiError) -> bool:
+        """End a job with an error; return False if the store could not be written."""
         fail = partial(jobs.end, job_id=job.job_id, state="failed", failure=pack_reply(error))
-        with suppress(ApiError):
+        try:
             await self._store.write(job.caller, fail)
+        except ApiError:
+            return False
+        return True

@@ -174,6 +174,9 @@ def main() -> None:
         return
     bound_pools()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
+    # Sent to a whole control group, these are for the supervisor.
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     folder, calls, reasoning = sys.argv[1:]
     with socket.socket(fileno=sys.stdin.fileno()) as control:
         Nursery(Path(folder), calls, reasoning).run(control)

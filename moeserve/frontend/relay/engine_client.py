@@ -21,7 +21,15 @@ import zmq.asyncio
 
 from moeserve import wire
 from moeserve.forever import Forever, cancel, vital
-from moeserve.frontend.relay.request_group import EngineAsleep, EngineBusy, EngineGone, EngineSilent, Past, RequestGroup
+from moeserve.frontend.relay.request_group import (
+    EngineAsleep,
+    EngineBusy,
+    EngineGone,
+    EngineSilent,
+    KeyGone,
+    Past,
+    RequestGroup,
+)
 from moeserve.run_context import RunContext, load_ready
 from moeserve.wire import (
     Abort,
@@ -189,6 +197,12 @@ class EngineClient:
         for group in self._open_groups():
             group.fail(EngineGone(reason))
         self._fail_controls(reason)
+
+    def fail_tenant(self, tenant: str) -> None:
+        """End the open requests of an account whose key is not valid any more with KeyGone."""
+        for group in self._open_groups():
+            if group.tenant == tenant:
+                group.fail(KeyGone("the API key of this request is not valid any more"))
 
     def _open_groups(self) -> list[RequestGroup]:
         """Return each open group once, the oldest first."""

@@ -37,6 +37,10 @@ class CrashSuspect(EngineGone):
     """The engine ended so often while it had this request that the request may be the cause."""
 
 
+class KeyGone(EngineGone):
+    """The key of the request is not valid any more."""
+
+
 class RequestRejected(Exception):
     """The engine did not admit a request."""
 
@@ -128,6 +132,11 @@ class RequestGroup:
         for index, num_tokens in past.kept_tokens.items():
             self._sequences[index].kept_tokens = num_tokens
             self._unanswered.discard(self._ids[index])
+
+    @property
+    def tenant(self) -> str:
+        """The account of the key that the requests are for."""
+        return self._sequences[0].generate.terms.tenant
 
     @property
     def num_open(self) -> int:

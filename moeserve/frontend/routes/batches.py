@@ -20,6 +20,7 @@ from moeserve.frontend.routes.files import no_file
 from moeserve.frontend.store import batches, files
 from moeserve.frontend.store.batches import BATCH_PREFIX, StoredBatch
 from moeserve.frontend.store.store import Shelf, Store
+from moeserve.frontend.usage import UsageBook
 
 _MAX_BODY_BYTES = 64 * 1024
 
@@ -34,9 +35,10 @@ class BatchBody(msgspec.Struct):
 class BatchRoutes:
     """Batches by id. Nobody learns whether an id exists that is another caller's."""
 
-    def __init__(self, store: Store, owner: str) -> None:
+    def __init__(self, store: Store, book: UsageBook, owner: str) -> None:
         """owner: the name of this process, which works on the batches that are made here."""
         self._store = store
+        self._book = book
         self._owner = owner
 
     async def all(self, request: Request) -> Response:
@@ -71,6 +73,7 @@ class BatchRoutes:
         if asked.completion_window != "24h":
             raise invalid("`completion_window` must be 24h", "completion_window")
         metadata = msgspec.json.encode(asked.metadata)
+        await self._book.enter(caller)
 
         def make(shelf: Shelf) -> StoredBatch | None:
             if files.find(shelf, asked.input_file_id) is None:

@@ -26,7 +26,8 @@ from moeserve.frontend.dialects.chat import PUBLIC_FIELDS, PrefixBody, check_pre
 from moeserve.frontend.dialects.fields import read_cache_salt
 from moeserve.frontend.errors import ApiError, conflict, forbidden, invalid, longest_output
 from moeserve.frontend.http import json_response
-from moeserve.frontend.keys import ADMIN, Identity, cache_account, cache_namespace
+from moeserve.frontend.key_file import ADMIN
+from moeserve.frontend.keys import Identity, cache_account, cache_namespace
 from moeserve.frontend.prepare.messages import Kind, Prefix, expect
 from moeserve.frontend.relay.request_group import EngineGone, RequestRejected
 from moeserve.frontend.services import Services

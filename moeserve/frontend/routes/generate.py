@@ -29,6 +29,7 @@ from moeserve.frontend.exchange import (
     completed,
     generates_of,
     new_answer_id,
+    spent_of,
     submitted,
     take,
     whole,
@@ -55,6 +56,7 @@ from moeserve.frontend.relay.request_group import EngineGone, RequestGroup
 from moeserve.frontend.services import Lend, Services, engine_unavailable
 from moeserve.frontend.store.idempotency import Name
 from moeserve.frontend.store.jobs import StoredJob
+from moeserve.frontend.usage import UsageBook
 from moeserve.frontend.wills import NO_WILL, Will
 from moeserve.plan import Terms
 from moeserve.wire import Generate
@@ -100,12 +102,15 @@ WARM = Dialect("warm")
 class GenerateRoute:
     """The ASGI endpoint of a dialect."""
 
-    def __init__(self, services: Services, dialect: Dialect, jobs: Jobs, answers: KeyedAnswers) -> None:
+    def __init__(
+        self, services: Services, dialect: Dialect, jobs: Jobs, answers: KeyedAnswers, book: UsageBook
+    ) -> None:
         """answers: to requests with an `Idempotency-Key`."""
         self._services = services
         self._dialect = dialect
         self._jobs = jobs
         self._answers = answers
+        self._book = book
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, admission = self._services, self._services.admission
@@ -119,6 +124,7 @@ class GenerateRoute:
             else:
                 await give(earlier, scope, receive, send, _PROCESS_ENDED, self._dialect.cut)
             return
+        await self._book.enter(caller)
         facts = services.check_serving()
         # Overload is answered before any work is done for the request, so before it is read.
         may_be_background = coding is not None or _BACKGROUND in body
@@ -221,14 +227,14 @@ class GenerateRoute:
     ) -> bool:
         """Answer a request; return whether the answer is whole. hold: counts what is held for it."""
         services, state = self._services, scope["state"]
-        request = prepared.request
+        request, identity = prepared.request, self._book.require(caller_of(scope))
         send = self._warn(scope, send, request)
         answer_id = new_answer_id(self._dialect.kind)
         generates = generates_of(
             services,
             prepared,
             facts,
-            state["identity"],
+            identity,
             answer_id=answer_id,
             seed=services.draw_seed() if request.seed is None else request.seed,
             terms=terms,
@@ -264,7 +270,10 @@ class GenerateRoute:
                 raise services.admission.late(terms) from None
             raise
         finally:
-            progress.end(answer, state["log"])
+            if fields := progress.end(answer):
+                own = {"key": identity.name} if identity.name else {}
+                fields |= {"answer_id": answer_id, "request_id": state["request_id"], **own}
+                state["line"].spend(spent_of(identity.name, answer), fields)
 
 
 async def give_events(view: JobView, scope: Scope, receive: Receive, send: Send, after: int = -1) -> None:

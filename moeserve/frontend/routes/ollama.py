@@ -22,6 +22,7 @@ from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.route import LINES
 from moeserve.frontend.routes.generate import OLLAMA_CHAT, OLLAMA_GENERATE, GenerateRoute
 from moeserve.frontend.services import Services, engine_unavailable
+from moeserve.frontend.usage import UsageBook
 from moeserve.wire import Rest
 
 _FOR_EVER_S = 100 * 365 * 86_400  # as long as a model is in memory that nothing puts to sleep
@@ -92,11 +93,18 @@ class OllamaGenerateRoute:
     """The ASGI endpoint of `/api/chat` or `/api/generate`. A body without messages, or a prompt, wishes that the model
     is loaded or is not."""
 
-    def __init__(self, services: Services, jobs: Jobs, answers: KeyedAnswers, body: type[ollama.OllamaBody]) -> None:
+    def __init__(
+        self,
+        services: Services,
+        jobs: Jobs,
+        answers: KeyedAnswers,
+        book: UsageBook,
+        body: type[ollama.OllamaBody],
+    ) -> None:
         self._services = services
         self._body = body
         dialect = OLLAMA_CHAT if body is ollama.OllamaChatBody else OLLAMA_GENERATE
-        self._generate = GenerateRoute(services, dialect, jobs, answers)
+        self._generate = GenerateRoute(services, dialect, jobs, answers, book)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services = self._services

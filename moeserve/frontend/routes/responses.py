@@ -28,6 +28,7 @@ from moeserve.frontend.store import responses
 from moeserve.frontend.store.jobs import StoredJob
 from moeserve.frontend.store.responses import CONVERSATION_PREFIX, Conversation
 from moeserve.frontend.store.store import Store
+from moeserve.frontend.usage import UsageBook
 
 _TOO_LONG = "The conversation would be too long, has an item of one of these ids already, or there is no room for it"
 
@@ -35,11 +36,12 @@ _TOO_LONG = "The conversation would be too long, has an item of one of these ids
 class ResponsesRoute:
     """The ASGI endpoint of `POST /v1/responses`: the dialect, tied to the caller's shelf."""
 
-    def __init__(self, services: Services, store: Store, jobs: Jobs, answers: KeyedAnswers) -> None:
+    def __init__(self, services: Services, store: Store, jobs: Jobs, answers: KeyedAnswers, book: UsageBook) -> None:
         self._services = services
         self._store = store
         self._jobs = jobs
         self._answers = answers
+        self._book = book
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         dialect = Dialect(
@@ -48,7 +50,7 @@ class ResponsesRoute:
             cut=responses_answer.error_event,
             keep=partial(self._keep, caller_of(scope)),
         )
-        await GenerateRoute(self._services, dialect, self._jobs, self._answers)(scope, receive, send)
+        await GenerateRoute(self._services, dialect, self._jobs, self._answers, self._book)(scope, receive, send)
 
     async def _keep(self, caller: bytes, formatter: Formatter, end: bytes) -> bytes:
         """Keep a response; return the end of its answer, which says so where there is no room for it."""

@@ -10,11 +10,13 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -28,11 +30,13 @@ from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.errors import ApiError, conflict, invalid, longest_output, unavailable, unknown_model
 from moeserve.frontend.exchange import thought_budgets
 from moeserve.frontend.http import KEEP_ALIVE, EventStream, json_response, receive_body, until_disconnect
-from moeserve.frontend.keys import cache_namespace
+from moeserve.frontend.keys import cache_namespace, caller_of
 from moeserve.frontend.metrics import CONTENT_TYPE, VllmNames
 from moeserve.frontend.prepare.messages import Body, Kind, Prepared, expect
 from moeserve.frontend.relay.request_group import EngineGone
+from moeserve.frontend.routes.usage import usage_metrics
 from moeserve.frontend.services import Services, engine_unavailable
+from moeserve.frontend.usage import UsageBook
 from moeserve.settings.generation import parse_effort_budgets
 from moeserve.thoughts import ThoughtBudget
 from moeserve.wire import EngineReady, Rest, Stats
@@ -200,8 +204,9 @@ _TAGS = ("weights", "kv_cache")
 class ServiceRoutes:
     """The service: models, health, metrics, version, and the prefix cache."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, book: UsageBook) -> None:
         self._services = services
+        self._book = book
         has_names = services.run.config.metrics_compat == "vllm"
         self._names = VllmNames(services.run.served_model_names[0]) if has_names else None
 
@@ -220,7 +225,10 @@ class ServiceRoutes:
         return json_response({"version": VERSION})
 
     async def metrics(self, _: Request) -> Response:
-        text = self._services.metrics.render(self._services.engine.ready, self._names)
+        usage: list[Metric] = []
+        with suppress(ApiError):  # the other metrics tell of a store that fails
+            usage += usage_metrics(await self._book.accounts())
+        text = self._services.metrics.render(self._services.engine.ready, self._names, usage)
         return Response(text, headers={"content-type": CONTENT_TYPE.decode()})
 
     async def models(self, _: Request) -> Response:
@@ -365,9 +373,9 @@ def _read_and_remove(path: Path) -> bytes:
 class LiveRoutes:
     """Both routes begin with the same: facts about the service, and the samples of the latest minutes."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, book: UsageBook) -> None:
         self._services = services
-        self.stream = StatsStream(services)
+        self.stream = StatsStream(services, book)
 
     async def stats(self, _: Request) -> Response:
         body = msgspec.json.encode({"object": "stats", **_begin(self._services)})
@@ -377,8 +385,9 @@ class LiveRoutes:
 class StatsStream:
     """An ASGI endpoint: an event `stats` with all there is, then an event `sample` a second."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, book: UsageBook) -> None:
         self._services = services
+        self._book = book
         self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -391,11 +400,12 @@ class StatsStream:
             return
         self._num_open += 1
         try:
-            await until_disconnect(receive, self._tell(stream))
+            await until_disconnect(receive, self._tell(stream, caller_of(scope)))
         finally:
             self._num_open -= 1
 
-    async def _tell(self, stream: EventStream) -> None:
+    async def _tell(self, stream: EventStream, caller: bytes) -> None:
+        """Send samples until the service ends, or the caller's key is not valid any more."""
         live = self._services.live
         latest = live.latest
         await stream.write(_event(b"stats", _begin(self._services)))
@@ -403,7 +413,10 @@ class StatsStream:
             sample = await live.next(latest, limits.KEEP_ALIVE_S)
             if sample is not None:
                 latest = sample
-            await stream.write(KEEP_ALIVE if sample is None else _event(b"sample", sample), last=live.closed)
+            is_last = live.closed or self._book.holder(caller) is None
+            await stream.write(KEEP_ALIVE if sample is None else _event(b"sample", sample), last=is_last)
+            if is_last:
+                return
 
 
 def _begin(services: Services) -> dict[str, Any]:

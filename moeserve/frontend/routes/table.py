@@ -43,38 +43,43 @@ from moeserve.frontend.routes.service import (
     TokenRoutes,
     TraceBody,
 )
+from moeserve.frontend.routes.usage import UsageRoutes
 from moeserve.frontend.services import Services
 from moeserve.frontend.store.store import Store
+from moeserve.frontend.usage import UsageBook
 
 
 class Endpoints:
     """The objects of one application that answer."""
 
-    def __init__(self, services: Services, store: Store, jobs: Jobs, answers: KeyedAnswers, owner: str) -> None:
+    def __init__(
+        self, services: Services, store: Store, jobs: Jobs, answers: KeyedAnswers, book: UsageBook, owner: str
+    ) -> None:
         """owner: the name of this process, which works on the batches that are made here."""
-        self.chat = GenerateRoute(services, CHAT, jobs, answers)
-        self.completions = GenerateRoute(services, COMPLETIONS, jobs, answers)
-        self.messages = GenerateRoute(services, MESSAGES, jobs, answers)
-        self.responses = ResponsesRoute(services, store, jobs, answers)
-        self.warm = GenerateRoute(services, WARM, jobs, answers)
+        self.chat = GenerateRoute(services, CHAT, jobs, answers, book)
+        self.completions = GenerateRoute(services, COMPLETIONS, jobs, answers, book)
+        self.messages = GenerateRoute(services, MESSAGES, jobs, answers, book)
+        self.responses = ResponsesRoute(services, store, jobs, answers, book)
+        self.warm = GenerateRoute(services, WARM, jobs, answers, book)
         self.kept = KeptResponseRoutes(services, store, jobs)
         self.conversations = ConversationRoutes(services, store)
         self.files = FileRoutes(store)
-        self.batches = BatchRoutes(store, owner)
+        self.batches = BatchRoutes(store, book, owner)
         self.tokens = TokenRoutes(services)
         self.render_chat = RenderRoute(services, "chat")
         self.render_completions = RenderRoute(services, "completions")
         self.replica = ReplicaRoutes(services)
-        self.service = ServiceRoutes(services)
+        self.service = ServiceRoutes(services, book)
         self.sleep = SleepRoutes(services)
         self.cache = CacheRoutes(services)
         self.experts = ExpertRoutes(services)
-        self.live = LiveRoutes(services)
+        self.live = LiveRoutes(services, book)
+        self.usage = UsageRoutes(services, book)
         self.description = DescriptionRoutes(services, ROUTES)
         self.pages = Pages()
         self.ollama = OllamaRoutes(services)
-        self.ollama_chat = OllamaGenerateRoute(services, jobs, answers, OllamaChatBody)
-        self.ollama_generate = OllamaGenerateRoute(services, jobs, answers, OllamaGenerateBody)
+        self.ollama_chat = OllamaGenerateRoute(services, jobs, answers, book, OllamaChatBody)
+        self.ollama_generate = OllamaGenerateRoute(services, jobs, answers, book, OllamaGenerateBody)
 
 
 def _route(role: Role, call: str, summary: str, endpoint: Callable[[Endpoints], Any], **facts: Any) -> Route[Endpoints]:
@@ -324,6 +329,7 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         fields=_PREFIX | PIN_FIELDS | {"id"},
         example={"prompt": "Hello"},
     ),
+    _user("GET /v1/usage", "Tell what the key has used, to an admin what every key has", lambda e: e.usage.usage),
     _metrics("GET /v1/stats", "Tell the figures of the latest minutes", lambda e: e.live.stats),
     _metrics("GET /v1/stats/stream", "Tell the figures every second", lambda e: e.live.stream, media=(EVENTS,)),
     _admin("GET /v1/experts", "Describe load, balance and placement of the experts", lambda e: e.experts.experts),

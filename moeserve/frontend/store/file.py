@@ -18,7 +18,7 @@ from pathlib import Path
 
 # Raised with every change of the schema. A file of an earlier version is changed by `_CHANGES` and gets the tables that
 # it lacks; files of later versions are refused.
-VERSION = 9
+VERSION = 10
 _BUSY_S = 10.0  # seconds that a transaction waits for a transaction of another process
 _MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
@@ -161,6 +161,26 @@ CREATE TABLE IF NOT EXISTS batch_lines(
   running INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY (batch, number),
   UNIQUE (batch, custom_id)) WITHOUT ROWID;
+-- The tokens and answers of each key, by its name, and by day since 1970 (UTC). Cached tokens are among the prompt's.
+CREATE TABLE IF NOT EXISTS key_usage(
+  key TEXT NOT NULL,
+  day INTEGER NOT NULL,
+  requests INTEGER NOT NULL,
+  prompt INTEGER NOT NULL,
+  cached INTEGER NOT NULL,
+  generated INTEGER NOT NULL,
+  PRIMARY KEY (key, day)) WITHOUT ROWID;
+-- The requests of each key with a limit that began in its latest minute since 1970.
+CREATE TABLE IF NOT EXISTS key_minutes(
+  key TEXT PRIMARY KEY,
+  minute INTEGER NOT NULL,
+  count INTEGER NOT NULL) WITHOUT ROWID;
+-- The log lines of answers that are counted, until they are written. `owner`: the HTTP process that writes it.
+CREATE TABLE IF NOT EXISTS usage_lines(
+  number INTEGER PRIMARY KEY AUTOINCREMENT,
+  owner TEXT NOT NULL,
+  line BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS usage_lines_by_owner ON usage_lines(owner, number);
 """
 # The statements that come before the schema in a file of an earlier version than this one.
 _CHANGES = {

@@ -1,4 +1,4 @@
-"""Stands in for an HTTP process: ticks, tells what it hears of the engine, takes SIGTERM as STANDIN_FRONTEND says."""
+"""Stands in for an HTTP process: ticks, tells what it hears of the engine and of SIGHUP, ends as its manner says."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def main() -> None:
     heard = threading.Event()
     beats = int(sys.argv[sys.argv.index("--beat-fd") + 1])
     # Taken by `sigwait`: a signal that comes just before this thread waits would find nobody in a lock's queue to wake.
-    asked = [signal.SIGTERM, signal.SIGINT]
+    asked = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     signal.pthread_sigmask(signal.SIG_BLOCK, asked)
     die_with_parent(os.getppid(), signal.SIGINT)
     threading.Thread(target=tick, args=(beats, heard), daemon=True).start()
@@ -47,7 +47,9 @@ def main() -> None:
     threading.Thread(target=hear, args=(news, heard), daemon=True).start()
     num_signals = {"has streams": 2, "ignores signals": -1}.get(manner, 1)
     while num_signals:
-        signal.sigwait(asked)
+        if signal.sigwait(asked) == signal.SIGHUP:
+            say("frontend reads its files")
+            continue
         say("frontend got a signal")
         num_signals -= 1
 
