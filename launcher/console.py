@@ -111,6 +111,8 @@ def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: l
         )
     if (answers := _answers(ready)) is not None:
         lines.append(f"  answers  {answers}")
+    if ready.kernels is not None:
+        lines.append(f"  kernels  {ready.kernels}")
     if ready.no_compiled_kernels is not None:
         lines.append(f"  kernels  torch, several times slower than compiled ones. {ready.no_compiled_kernels}")
     if gpus and not ready.device.startswith("cuda"):

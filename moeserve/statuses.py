@@ -21,7 +21,8 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     Of each rank's recurrent states there are `num_state_slots` for running requests and `num_snapshots` for prefixes.
     Layers that see the last `window` tokens have `num_window_blocks` blocks of their own, on all ranks; both 0 without.
     `pid`: of the engine's process, which may be a copy of the one that reports (`launcher.copies`).
-    `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
+    `kernels` names the compiled kernels that compute on the CPU, and `no_compiled_kernels` says in a sentence why torch
+    computes there in place of them, if it does.
     `model` says in a line what the model is, `arithmetic` how it multiplies. `stretched_from`: the tokens beyond which
     a request's angles change, None where contexts never change them. `default_max_tokens`, `longest_answer`: see
     `EngineReady`.
@@ -35,6 +36,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     block_size: int
     max_model_len: int
     model_max_len: int | None = None
+    kernels: str | None = None
     no_compiled_kernels: str | None = None
     num_state_slots: int = 0
     num_snapshots: int = 0

@@ -1,54 +1,21 @@
-"""The compiled kernels: built once per machine with g++ from the sources beside this file, then loaded.
+"""The compiled kernels for this processor: those that a wheel carries, else compiled once per machine (`build.py`).
 
-They compute in float32. Without a compiler, or with `MOESERVE_CPU_KERNELS=torch`, torch computes instead.
+They compute in float32. Where there are none, or with `MOESERVE_CPU_KERNELS=torch`, torch computes instead.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
+import importlib.util
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_double, c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 
-# The sources that take the compiler longest come first.
-_SOURCES = (
-    "quantised.cpp",
-    "experts.cpp",
-    "attention.cpp",
-    "repack.cpp",
-    "linear.cpp",
-    "recurrent.cpp",
-    "rounding.cpp",
-    "gate.cpp",
-    "elementwise.cpp",
-    "sampling.cpp",
-    "block.cpp",
-    "layers.cpp",
-    "checksum.cpp",
-    "team.cpp",
-)
-_HEADERS = (
-    "simd.h",
-    "panels.h",
-    "quantised.h",
-    "matrix.h",
-    "dot.h",
-    "kv_rows.h",
-    "attention_tile.h",
-    "integer_tile.h",
-    "pair_tile.h",
-    "team.h",
-)
-_FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-fPIC")
-_BUILD_SECONDS = 300  # a source of 7 s on an idle core may take that long on a machine that is busy with other work
+from kernels.cpu.build import KernelBuildError, build_library
+from kernels.cpu.targets import OTHER, Target, suitable_targets
 
 _P, _N, _R = c_void_p, c_int64, c_double
 _SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -74,6 +41,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "gated_norm": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
     "crc32": (_P, _N, _N),
     "compute_alone": (),
+    "count_threads_with": (_P,),
 }
 
 
@@ -112,6 +80,7 @@ class NativeKernels:
     gated_norm: Callable[..., None]
     crc32: Callable[[int, int, int], int]
     compute_alone: Callable[[], None]
+    count_threads_with: Callable[[int], None]
 
     def __init__(self, path: Path) -> None:
         library, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
@@ -123,6 +92,8 @@ class NativeKernels:
             function.argtypes = arguments
             function.restype = _N if name in _COUNTING else None
             setattr(self, name, function)
+        if (counter := _thread_counter()) is not None:
+            self.count_threads_with(counter)
 
     @property
     def progress(self) -> int:
@@ -130,23 +101,32 @@ class NativeKernels:
         return self._progress.value
 
 
-class KernelBuildError(Exception):
-    """The sources could not be compiled; the message is one sentence."""
+# Of a wheel: a library for each target of its machine.
+CARRIED = Path(__file__).parent / "compiled"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A library for a target; carried: a wheel brought it."""
+
+    path: Path
+    target: Target
+    carried: bool
 
 
 @functools.cache
 def native_kernels() -> NativeKernels | None:
     """Return the compiled kernels, built on first use, or None; `native_kernels_absence` then says why."""
-    return None if native_kernels_absence() else NativeKernels(build_library())
+    return None if native_kernels_absence() else NativeKernels(find_library().path)
 
 
 @functools.cache
 def native_kernels_absence() -> str | None:
     """Return why torch computes instead, in one sentence, or None. Builds the kernels if need be."""
-    if os.environ.get("MOESERVE_CPU_KERNELS", "auto") == "torch":
+    if _wanted() == "torch":
         return "MOESERVE_CPU_KERNELS is torch."
     try:
-        NativeKernels(build_library())
+        NativeKernels(find_library().path)
     except KernelBuildError as error:
         return str(error)
     except (OSError, AttributeError) as error:  # For example a folder from which nothing may be run.
@@ -154,110 +134,52 @@ def native_kernels_absence() -> str | None:
     return None
 
 
-def build_library(cache_dir: Path | None = None) -> Path:
-    """Return the path of the library for this machine and these sources; compile it unless `cache_dir` has it.
+def kernels_in_use() -> str | None:
+    """Return the target of the compiled kernels and where they come from, for people; None where torch computes."""
+    if native_kernels() is None:
+        return None
+    found = find_library()
+    return f"{found.target.name}, {'of the wheel' if found.carried else 'compiled here'}"
 
-    A library's name ends in the hash of its content. A library with another hash, which a power failure or a full disk
-    can leave, is removed and never loaded. Raises KernelBuildError. Processes that build at the same time do not
-    disturb each other.
+
+def find_library(carried: Path = CARRIED) -> Found:
+    """Return the library for this processor or for the target in `MOESERVE_CPU_KERNELS`: of `carried`, else compiled.
+
+    Raises KernelBuildError.
     """
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        raise KernelBuildError("There is no C++ compiler (g++).")
-    here = Path(__file__).parent
-    cache_dir = cache_dir or _cache_dir()
-    name = f"moeserve-cpu-{_fingerprint(compiler, here)}"
+    targets = suitable_targets()
+    if (wanted := _wanted()) != "auto":
+        names = [target.name for target in targets]
+        if wanted not in names:
+            raise KernelBuildError(f"MOESERVE_CPU_KERNELS is {wanted}: on this processor torch, {', '.join(names)}.")
+        targets = targets[names.index(wanted) :][:1]
+    for target in targets:
+        if (path := carried / f"{target.name}.so").is_file():
+            return Found(path, target, carried=True)
     try:
-        if (found := _find_intact(cache_dir, name)) is not None:
-            return found
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
-            built = _compile_and_link(compiler, here, Path(folder))
-            target = cache_dir / f"{name}-{_digest(built)}.so"
-            # The content must be on the disk before the name that promises it.
-            _sync(built)
-            built.replace(target)
-            _sync(cache_dir)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelBuildError(f"The kernels could not be compiled: {error}") from None
-    return target
+        return Found(build_library(targets[0]), targets[0], carried=False)
+    except KernelBuildError:
+        # An old compiler may not know the target's instructions; it knows the machine that it runs on.
+        if wanted != "auto" or targets[0] == OTHER:
+            raise
+        return Found(build_library(OTHER), OTHER, carried=False)
 
 
-def _compile_and_link(compiler: str, sources: Path, folder: Path) -> Path:
-    """Compile each source by a process of its own, as many at once as there are cores, and link them."""
-
-    def compile_one(source: str) -> str:
-        compiled = str(folder / f"{source}.o")
-        _run(compiler, "-c", str(sources / source), "-o", compiled)
-        return compiled
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        compiled = list(pool.map(compile_one, _SOURCES))
-    library = folder / "kernels.so"
-    _run(compiler, "-shared", *compiled, "-o", str(library))
-    return library
+def _wanted() -> str:
+    return os.environ.get("MOESERVE_CPU_KERNELS") or "auto"
 
 
-def _run(compiler: str, *arguments: str) -> None:
-    command = [compiler, *_FLAGS, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
-    if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
-        raise KernelBuildError(f"{compiler} failed: {lines[0]}")
+def _thread_counter() -> int | None:
+    """Return the address of `omp_get_max_threads` of the OpenMP that torch computes with, else of the system's.
 
-
-def _find_intact(cache_dir: Path, name: str) -> Path | None:
-    """Return a library of that name whose content has the hash in its name; remove damaged ones."""
-    for path in sorted(cache_dir.glob(f"{name}-*.so")):
-        if path.is_file() and path.stem.removeprefix(f"{name}-") == _digest(path):
-            return path
-        path.unlink(missing_ok=True)
+    So the kernels take as many threads as torch is told to, and need no OpenMP where torch is imported later.
+    """
+    torch = importlib.util.find_spec("torch")
+    folder = Path(torch.origin).parent if torch is not None and torch.origin else None
+    of_torch = [] if folder is None else [*folder.glob("lib/lib?omp*"), *folder.parent.glob("torch.libs/lib?omp*")]
+    for path in (*map(str, of_torch), "libgomp.so.1"):
+        try:
+            return ctypes.cast(ctypes.CDLL(path).omp_get_max_threads, c_void_p).value
+        except OSError:
+            continue
     return None
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _fingerprint(compiler: str, sources: Path) -> str:
-    digest = hashlib.sha256(repr((_FLAGS, _compiler_version(compiler), _processor())).encode())
-    for name in _SOURCES + _HEADERS:
-        digest.update((sources / name).read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _compiler_version(compiler: str) -> str:
-    try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelBuildError(f"{compiler} does not run: {error}") from None
-
-
-def _processor() -> str:
-    """Return the features that `-march=native` compiles for, since different machines may share a cache."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
-
-
-def _cache_dir() -> Path:
-    """Return a folder beside built models, in $MOESERVE_CACHE, $XDG_CACHE_HOME/moeserve or ~/.cache/moeserve."""
-    own = os.environ.get("MOESERVE_CACHE")
-    if own:
-        return Path(own) / "kernels"
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        raise KernelBuildError("There is no home to keep compiled kernels in (set MOESERVE_CACHE).") from None
-    return Path(base) / "moeserve" / "kernels"

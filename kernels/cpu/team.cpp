@@ -3,7 +3,6 @@
 #include "team.h"
 
 #include <linux/futex.h>
-#include <omp.h>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -178,9 +177,16 @@ Team& the_team() {
 
 thread_local bool computes_alone = false;
 
+using CountThreads = int (*)();
+std::atomic<CountThreads> count_threads{nullptr};
+
 }  // namespace
 
-int64_t team_size() { return computes_alone ? 1 : std::clamp(omp_get_max_threads(), 1, kMostThreads); }
+int64_t team_size() {
+  if (computes_alone) return 1;
+  const CountThreads count = count_threads.load(std::memory_order_relaxed);
+  return std::clamp(count ? count() : int(sysconf(_SC_NPROCESSORS_ONLN)), 1, kMostThreads);
+}
 
 void share_out(int64_t count, int64_t grain, WorkPart part, const void* body) {
   if (count <= 0) return;
@@ -195,3 +201,6 @@ void share_out(int64_t count, int64_t grain, WorkPart part, const void* body) {
 
 // From now on the calling thread computes its calls alone: it is one of several that share work among themselves.
 extern "C" void moeserve_compute_alone() { moeserve::computes_alone = true; }
+
+// Calls are shared among as many threads as `count` returns; before, among as many as there are cores.
+extern "C" void moeserve_count_threads_with(int (*count)()) { moeserve::count_threads = count; }

@@ -14,7 +14,7 @@ from pathlib import Path
 import experts
 import kernels
 import moeserve.model
-from kernels.cpu.library import build_library, native_kernels
+from kernels.cpu.library import find_library, native_kernels
 from moeserve.config import VERSION, ServeConfig
 from moeserve.device import gpu_name
 from moeserve.engine.rank import Rank
@@ -63,7 +63,9 @@ def _compiled(device: str) -> str:
     """Name the compiled code that computes, and the GPU that it runs on."""
     if device != "cpu":
         return f"triton {version('triton')} on {gpu_name()}"
-    return "torch" if native_kernels() is None else build_library().name
+    if native_kernels() is None:
+        return "torch"
+    return hashlib.sha256(find_library().path.read_bytes()).hexdigest()
 
 
 def _hash_sources() -> str:

@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from experts.errors import ExpertStoreError
-from kernels.cpu.library import native_kernels_absence
+from kernels.cpu.library import kernels_in_use, native_kernels_absence
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import LoadedRank, load_rank
 from moeserve.engine.cache_commands import CacheCommands
@@ -337,6 +337,7 @@ def _ready_status(ready: EngineReady, model: ServedModel) -> Ready:
         model_max_len=model.spec.max_position,
         stretched_from=model.rope_switch,
         model=summary(model.spec),
+        kernels=kernels_in_use() if model.device == "cpu" else None,
         no_compiled_kernels=native_kernels_absence() if model.device == "cpu" else None,
     )
 

@@ -77,7 +77,13 @@ WITH_TORCH = {
     "moeserve.model.hf.*",
 }
 # The modules of these folders that others import to decide.
-WITHOUT_TORCH = {"kernels.cpu.library", "kernels.gpu.moe_config", "kernels.specs"}
+WITHOUT_TORCH = {
+    "kernels.cpu.build",
+    "kernels.cpu.library",
+    "kernels.cpu.targets",
+    "kernels.gpu.moe_config",
+    "kernels.specs",
+}
 
 
 def name_of(path: Path) -> str:

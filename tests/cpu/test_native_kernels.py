@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import subprocess
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +14,11 @@ from torch.nn import functional
 
 from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan, ChunkSpan
-from kernels.cpu import library
-from kernels.cpu.library import KernelBuildError, build_library, native_kernels, native_kernels_absence
+from kernels.cpu import build, library
+from kernels.cpu.build import KernelBuildError, build_library
+from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.cpu.packing import WeightMemory
+from kernels.cpu.targets import OTHER
 from kernels.linear import pack_linear
 from kernels.norm import rms_norm
 from kernels.rope_kv import rotate_and_store, rotate_and_store_reference
@@ -31,25 +31,14 @@ def test_the_kernels_are_compiled_where_the_suite_runs() -> None:
     assert native_kernels() is not None
 
 
-@pytest.mark.kernel_change
-@pytest.mark.parametrize("machine", ["haswell", "x86-64-v2"])
-def test_every_source_suits_machines_without_wide_vectors(machine: str) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None or not Path("/proc/cpuinfo").read_text().count("avx512"):
-        pytest.skip("needs g++ and a processor of this family")
-    sources = [Path(library.__file__).parent / name for name in library._SOURCES]
-    command = [compiler, "-fsyntax-only", "-w", f"-march={machine}", "-std=gnu++17", "-fopenmp"]
-    assert all(subprocess.run([*command, str(source)], check=False).returncode == 0 for source in sources)
-
-
 def test_a_library_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # One that compiles at once; the suite computes with the others.
     source = tmp_path / "one.cpp"
     source.write_text('extern "C" int one() { return 1; }\n')
-    monkeypatch.setattr(library, "_SOURCES", (str(source),))
-    first = build_library(tmp_path / "built")
+    monkeypatch.setattr(build, "SOURCES", (str(source),))
+    first = build_library(OTHER, tmp_path / "built")
     built = first.stat().st_mtime_ns
-    assert build_library(tmp_path / "built") == first
+    assert build_library(OTHER, tmp_path / "built") == first
     assert first.stat().st_mtime_ns == built
     assert list((tmp_path / "built").iterdir()) == [first]
     assert ctypes.CDLL(str(first)).one() == 1
@@ -58,10 +47,10 @@ def test_a_library_is_built_once_and_found_again(tmp_path: Path, monkeypatch: py
 def test_a_missing_or_failing_compiler_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(KernelBuildError, match="There is no C"):
-        build_library(tmp_path)
+        build_library(OTHER, tmp_path)
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(KernelBuildError, match="failed"):
-        build_library(tmp_path)
+        build_library(OTHER, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

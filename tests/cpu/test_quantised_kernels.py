@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
-from pathlib import Path
-
 import gguf
 import pytest
 import torch
 from torch import Tensor
 
-import kernels.cpu
 from kernels.activation import Activation
 from kernels.cpu.experts import PanelLayout
 from kernels.cpu.library import native_kernels
-from kernels.cpu.panels import FIRST_FORMAT, PanelMatrix
 from kernels.cpu.quantised import pack_rows, quantise
 from kernels.linear import Linear, pack_linear
 from kernels.moe import moe_experts_reference
@@ -331,34 +324,3 @@ def test_a_token_has_the_same_bits_in_any_batch_of_quantised_experts(arithmetic:
     for _ in range(60):
         rows = torch.randperm(120)[: int(torch.randint(1, 30, ()))]
         assert torch.equal(experts(x[rows], ids[rows], weights[rows], Activation()), whole[rows])
-
-
-BODIES = {"avx2": ["-march=haswell"], "avx512 without vnni": ["-march=skylake-avx512"], "plain": ["-march=x86-64-v2"]}
-
-
-@pytest.mark.kernel_change
-@pytest.mark.parametrize("flags", BODIES.values(), ids=BODIES)
-def test_every_body_computes_the_same_numbers(flags: list[str], tmp_path: Path) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None or not Path("/proc/cpuinfo").read_text().count("avx512"):
-        pytest.skip("needs g++ and a machine with AVX-512")
-    sources = [
-        Path(kernels.cpu.__path__[0]) / name for name in ("linear.cpp", "quantised.cpp", "elementwise.cpp", "team.cpp")
-    ]
-    library = tmp_path / "body.so"
-    command = [compiler, "-Os", "-w", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", *flags]
-    subprocess.run([*command, *map(str, sources), "-o", str(library)], check=True)
-    run = ctypes.CDLL(str(library)).moeserve_linear
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    run.argtypes = (pointer, number, pointer, number, number, pointer, number)
-    assert NATIVE is not None
-    for form in FORMATS.values():
-        rows, x = random_rows(form, 64, DEPTH), torch.randn(7, DEPTH)
-        packed = pack_rows(rows, NATIVE)
-        for exact in (False, True):
-            out = torch.empty(7, 64)
-            matrix = PanelMatrix(packed, FIRST_FORMAT + form.number, DEPTH, 64, times=0 if exact else 1).record
-            run(ctypes.addressof(matrix), 1, x.data_ptr(), DEPTH, 7, out.data_ptr(), 64)
-            wanted = pack_quantized_linear(rows, None, "exact" if exact else "int8")(x)
-            # Sums near zero have the errors of their large terms.
-            torch.testing.assert_close(out, wanted, atol=2e-6 * float(wanted.abs().max()), rtol=1e-5, msg=form.name)

@@ -1,4 +1,4 @@
-"""The cache of compiled kernels, with a compiler that is a script."""
+"""Which library computes on a processor, and the cache of compiled ones, with a compiler that is a script."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu import library
-from kernels.cpu.library import build_library, native_kernels_absence
+from kernels.cpu.build import KernelBuildError, build_library
+from kernels.cpu.library import find_library, native_kernels_absence
+from kernels.cpu.targets import OTHER, TARGETS, Target, suitable_targets, targets_of
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +25,9 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "echo a library of some length > $last\n"
     )
     path.chmod(0o700)
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "home"))
     monkeypatch.setenv("CXX", str(path))
+    monkeypatch.delenv("MOESERVE_CPU_KERNELS", raising=False)
     return path
 
 
@@ -33,8 +37,8 @@ def calls(compiler: Path) -> int:
 
 
 def test_a_sound_library_is_not_built_again(compiler: Path, tmp_path: Path) -> None:
-    first = build_library(tmp_path / "cache")
-    assert build_library(tmp_path / "cache") == first
+    first = build_library(OTHER, tmp_path / "cache")
+    assert build_library(OTHER, tmp_path / "cache") == first
     assert calls(compiler) == 1
 
 
@@ -42,26 +46,26 @@ def test_a_sound_library_is_not_built_again(compiler: Path, tmp_path: Path) -> N
 def test_a_damaged_library_is_built_anew_and_never_returned(
     damage: Callable[[bytes], bytes], compiler: Path, tmp_path: Path
 ) -> None:
-    path = build_library(tmp_path / "cache")
+    path = build_library(OTHER, tmp_path / "cache")
     content = path.read_bytes()
     path.write_bytes(damage(content))
-    assert build_library(tmp_path / "cache").read_bytes() == content
+    assert build_library(OTHER, tmp_path / "cache").read_bytes() == content
     assert calls(compiler) == 2
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_a_library_under_the_name_of_earlier_versions_is_not_loaded(compiler: Path, tmp_path: Path) -> None:
-    path = build_library(tmp_path / "cache")
+    path = build_library(OTHER, tmp_path / "cache")
     old = path.with_name(path.stem.rpartition("-")[0] + ".so")
     path.rename(old)
-    assert build_library(tmp_path / "cache") == path
+    assert build_library(OTHER, tmp_path / "cache") == path
     assert calls(compiler) == 2
 
 
 def test_what_cannot_be_loaded_leaves_the_work_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(OSError, match=r"too short|invalid ELF"):
-        ctypes.CDLL(str(build_library()))
+        ctypes.CDLL(str(find_library().path))
     library.native_kernels_absence.cache_clear()
     try:
         assert "The compiled kernels cannot be loaded" in str(native_kernels_absence())
@@ -82,3 +86,63 @@ def test_a_machine_without_a_home_computes_with_torch(monkeypatch: pytest.Monkey
         assert "no home to keep compiled kernels in" in str(native_kernels_absence())
     finally:
         library.native_kernels_absence.cache_clear()
+
+
+def on_a_processor(monkeypatch: pytest.MonkeyPatch, machine: str, features: frozenset[str]) -> None:
+    monkeypatch.setattr("kernels.cpu.targets.platform.machine", lambda: machine)
+    monkeypatch.setattr("kernels.cpu.targets.processor_features", lambda: features)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_a_processor_computes_with_the_first_target_whose_instructions_it_has(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_processor(monkeypatch, str(target.machine), target.features)
+    assert suitable_targets()[0] == target
+    for missing in target.features:
+        on_a_processor(monkeypatch, str(target.machine), target.features - {missing})
+        assert target not in suitable_targets()
+
+
+def test_an_older_or_unknown_processor_computes_with_what_is_compiled_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for machine in ("x86_64", "riscv64"):
+        on_a_processor(monkeypatch, machine, frozenset({"sse4_2"}))
+        assert suitable_targets() == (OTHER,)
+
+
+def test_a_library_of_the_wheel_is_taken_and_no_compiler_asked(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, plain = targets_of("x86_64")[0], targets_of("x86_64")[-1]
+    on_a_processor(monkeypatch, "x86_64", best.features)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (tmp_path / f"{plain.name}.so").write_text("plain")
+    assert find_library(tmp_path).target == plain
+    (tmp_path / f"{best.name}.so").write_text("best")
+    found = find_library(tmp_path)
+    assert (found.path, found.target, found.carried) == (tmp_path / f"{best.name}.so", best, True)
+    monkeypatch.setenv("MOESERVE_CPU_KERNELS", plain.name)
+    assert find_library(tmp_path).target == plain
+
+
+def test_a_compiler_that_does_not_know_the_targets_instructions_compiles_for_its_own_machine(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = TARGETS[0]
+    on_a_processor(monkeypatch, str(target.machine), target.features)
+    script = compiler.read_text().replace(
+        "for argument;", f'case "$*" in *{target.flags[-1]}*) exit 1; esac\nfor argument;'
+    )
+    compiler.write_text(script)
+    found = find_library(tmp_path)
+    assert (found.target, found.carried) == (OTHER, False)
+
+
+def test_a_target_that_the_processor_cannot_run_is_refused_with_those_that_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_processor(monkeypatch, "x86_64", targets_of("x86_64")[-1].features)
+    for name in (TARGETS[0].name, "no-such-target"):
+        monkeypatch.setenv("MOESERVE_CPU_KERNELS", name)
+        with pytest.raises(KernelBuildError, match=f"is {name}: on this processor torch, x86-64-v3, native"):
+            find_library(tmp_path)

@@ -95,6 +95,16 @@ def test_the_banner_tells_of_recurrent_states_where_there_are_some():
         assert (line in text) == said
 
 
+def test_the_start_names_the_kernels_that_compute_or_says_why_there_are_none():
+    for ready, said in (
+        (msgspec.structs.replace(READY, kernels="avx512-vnni, of the wheel"), "kernels  avx512-vnni, of the wheel"),
+        (msgspec.structs.replace(READY, no_compiled_kernels="No compiler."), "kernels  torch, several times slower"),
+    ):
+        text = ready_banner(ready, url="http://x", model="demo", needs_key=False, gpus=[])
+        assert said in text
+        assert text.count("kernels  ") == 1
+
+
 def test_the_banner_tells_of_window_blocks_where_there_are_some():
     with_windows = msgspec.structs.replace(READY, num_window_blocks=1200, window=128)
     line = "windows  1,200 blocks of the KV for layers that see the last 128 tokens"

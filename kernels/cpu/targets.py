@@ -1,0 +1,67 @@
+"""The kinds of processors that the kernels are compiled for."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+_V3 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt", "-mpclmul")
+_V4 = (*_V3, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
+_HAS_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt", "pclmulqdq"})
+_HAS_V4 = _HAS_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of processor, by the name of its library.
+
+    machine: as `platform.machine()` names it, None for any. flags: the compiler's. features: what the processor must
+    have, in the words of /proc/cpuinfo, which leaves out what the operating system does not switch on.
+    """
+
+    name: str
+    machine: str | None
+    flags: tuple[str, ...]
+    features: frozenset[str]
+
+    def suits(self, machine: str, features: frozenset[str]) -> bool:
+        """Return whether a processor can run what is compiled for this target."""
+        return self.machine in (None, machine) and self.features <= features
+
+
+# A processor computes with the first that suits it.
+TARGETS = (
+    Target(
+        "avx512-bf16",
+        "x86_64",
+        (*_V4, "-mavx512vnni", "-mavx512bf16"),
+        _HAS_V4 | {"avx512_vnni", "avx512_bf16"},
+    ),
+    Target("avx512-vnni", "x86_64", (*_V4, "-mavx512vnni"), _HAS_V4 | {"avx512_vnni"}),
+    Target("avx512", "x86_64", _V4, _HAS_V4),
+    Target("avx-vnni", "x86_64", (*_V3, "-mavxvnni"), _HAS_V3 | {"avx_vnni"}),
+    Target("x86-64-v3", "x86_64", _V3, _HAS_V3),
+)
+# Any other processor, compiled for where it is.
+OTHER = Target("native", None, ("-march=native",), frozenset())
+
+
+def targets_of(machine: str) -> tuple[Target, ...]:
+    """Return the targets whose libraries a wheel for such a machine carries."""
+    return tuple(target for target in TARGETS if target.machine == machine)
+
+
+def suitable_targets() -> tuple[Target, ...]:
+    """Return the targets that this processor can run, the fastest first and OTHER last."""
+    machine, features = platform.machine(), processor_features()
+    return tuple(target for target in (*TARGETS, OTHER) if target.suits(machine, features))
+
+
+def processor_features() -> frozenset[str]:
+    """Return what the processor has, in the words of /proc/cpuinfo; nothing where it cannot be read."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
