@@ -34,13 +34,19 @@ def child_environment(environment: Mapping[str, str], threads: int) -> dict[str,
     of the compiled kernels are the own ones of `kernels/cpu/team.cpp`. By default torch's would spin for milliseconds
     and take the core from the thread that the others wait for: next to one busy neighbour on two cores a matrix product
     then takes ten times as long. Huge pages halve the time of loading.
-    Triton fuses products and sums; versions from 3.10 on would not by default.
+    Triton fuses products and sums; versions from 3.10 on would not by default. Segments of a GPU's memory that grow
+    leave no gaps between steps of different sizes.
     """
     settings = {environment_name(setting) for setting in fields(ServeConfig)}
     kept = {name: value for name, value in environment.items() if name not in settings | _OWN}
     paths = [str(_PACKAGE_ROOT), *filter(None, [kept.get("PYTHONPATH")])]
     return (
-        {"GOMP_SPINCOUNT": "2000", "THP_MEM_ALLOC_ENABLE": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+        {
+            "GOMP_SPINCOUNT": "2000",
+            "THP_MEM_ALLOC_ENABLE": "1",
+            "TRITON_DEFAULT_FP_FUSION": "1",
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        }
         | kept
         | {
             "PYTHONPATH": os.pathsep.join(paths),

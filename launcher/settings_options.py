@@ -194,7 +194,8 @@ def _default_note(setting: Field[Any]) -> str:
     if setting.default is None:
         return ""
     shown = {True: "on", False: "off"}.get(setting.default) if isinstance(setting.default, bool) else setting.default
-    return f" (default: {shown})"
+    on_gpu = f"; {setting.metadata['on_gpu']} on a GPU" if "on_gpu" in setting.metadata else ""
+    return f" (default: {shown}{on_gpu})"
 
 
 def _write_section(

@@ -101,8 +101,9 @@ class ConfigError(ValueError):
 def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
     """Return a dataclass field with its help text and heading.
 
-    `extra` may hold `choices`, `minimum`, `maximum`, `metavar` and `secret`; `parse`, which makes the value out of what
-    a source gives; and `check`, which raises ValueError, a clause, for a text that cannot be used.
+    `extra` may hold `choices`, `minimum`, `maximum`, `metavar` and `secret`; `on_gpu`, the default on a GPU; `parse`,
+    which makes the value out of what a source gives; and `check`, which raises ValueError, a clause, for a text that
+    cannot be used.
     """
     metadata = {"help": help, "group": group, **extra}
     if isinstance(default, tuple):
@@ -201,7 +202,7 @@ class ServeConfig:
     offline: bool = _model(False, "Use only files that are already on disk.")
     device: str = _model(
         "auto",
-        "Where the model runs; auto is the CPU until requests have been answered on a GPU.",
+        "Where the model runs; auto is a GPU that passes its checks and that the model fits, else the CPU.",
         choices=("auto", "cpu", "cuda"),
     )
     dtype: str = _model(
@@ -304,7 +305,7 @@ class ServeConfig:
     node_rank: int = _nodes(0, "Number of this node; node 0 serves HTTP.", minimum=0)
     rdzv_endpoint: str | None = _nodes(None, "Where the nodes meet: HOST:PORT, HOST being an address of node 0.")
     curve_key_file: str | None = _nodes(None, "Key that all nodes share (moeserve curve-key FILE makes one).")
-    block_size: int = _memory(16, "Tokens per KV block.", minimum=1, maximum=1024)
+    block_size: int = _memory(16, "Tokens per KV block.", on_gpu=64, minimum=1, maximum=1024)
     kv_cache_memory: int | None = _memory(
         None,
         "Memory of each rank for KV blocks; by default 0.85 of the memory that is free beside the weights, at most "
@@ -379,7 +380,7 @@ class ServeConfig:
     public_prefixes: str | None = _memory(
         None, "JSON file of prompts whose cached beginnings all API keys share; see prompt-cache.md."
     )
-    max_num_seqs: int = _memory(64, "Requests that run at once.", minimum=1)
+    max_num_seqs: int = _memory(64, "Requests that run at once.", on_gpu=256, minimum=1)
     max_num_batched_tokens: int | None = _memory(
         None, "Tokens per step and rank; unless given 256 on a CPU, 4096 on a GPU.", minimum=1
     )
@@ -572,7 +573,14 @@ def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: 
             values[setting.name] = _value(setting, given, environment_name(setting))
         elif setting.name in in_file:
             values[setting.name] = _value(setting, in_file[setting.name], f"{setting.name} in {file}")
+    if values.get("device") == "cuda":
+        values = {setting.name: default_of(setting, "cuda") for setting in fields(ServeConfig)} | values
     return ServeConfig(**values)
+
+
+def default_of(setting: Field[Any], device: str) -> Any:
+    """Return a setting's default where the model runs on `device`, `cpu` or `cuda`."""
+    return setting.metadata.get("on_gpu", setting.default) if device == "cuda" else setting.default
 
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:

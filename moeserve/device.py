@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _OF_A_GPU = ("gpu_memory_utilization", "enforce_eager")
 # Settings that only a CPU honours.
 _OF_A_CPU = ("quantization", "arithmetic")
-# The memory of graphs, an estimate: the allocations of a decode step, once for all sizes, and the driver's copies of
-# nodes.
+# The memory of graphs where none has been captured, an estimate: the allocations of a decode step, once for all sizes,
+# and the driver's copies of nodes.
 GRAPH_BYTES = 512 * 2**20
 # A prompt's chunk costs a GPU hardly more than a decode step: both read all experts.
 _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
@@ -51,7 +51,7 @@ def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None
     """Return `cpu` or `cuda`. Raise ConfigError where `--device cuda` cannot be used.
 
     `cuda_absence(needs_fp8)` returns why no GPU can be used here, None if one can; it is called only if needed. `auto`
-    is the CPU: no request over HTTP has been answered on a GPU yet, so a user must ask for it.
+    is the CPU: the launcher has asked for the GPU by then where it is to be used (`launcher.gpu_choice`).
     """
     if config.device != "cuda":
         return "cpu"
@@ -79,6 +79,8 @@ def cuda_absence(needs_fp8: bool) -> str | None:
     """Return why CUDA kernels cannot run in this process; None if they can."""
     import torch
 
+    if torch.version.cuda is None:
+        return "this build of torch has no CUDA; make venv TORCH=cuda installs one that has"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     obstacle = incapability(torch.cuda.get_device_capability(), needs_fp8)
@@ -415,16 +417,15 @@ def share_kv(
 
 
 def kv_memory(
-    *, total_bytes: int, free_bytes: int, reserved_bytes: int, peak_bytes: int, utilization: float, with_graphs: bool
+    *, total_bytes: int, free_bytes: int, reserved_bytes: int, peak_bytes: int, utilization: float, graph_bytes: int
 ) -> int:
     """Return the bytes for KV with which at most `utilization` of the device is used; 0 if nothing is left.
 
     total_bytes, free_bytes: as the driver reports. reserved_bytes: held by this process's allocator now. peak_bytes:
-    the most it has handed out at a time, weights included, in a step of the largest size.
+    the most it has handed out at a time, weights included, in a step of the largest size. graph_bytes: of the graphs.
     """
     of_others = max(0, total_bytes - free_bytes - reserved_bytes)
-    graphs = GRAPH_BYTES if with_graphs else 0
-    return max(0, int(total_bytes * utilization) - of_others - peak_bytes - graphs)
+    return max(0, int(total_bytes * utilization) - of_others - peak_bytes - graph_bytes)
 
 
 def _machine_available(meminfo: Path) -> int:

@@ -30,11 +30,14 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """bandwidth: bytes per second, read plus written; None if it was not measured. obstacle: why it cannot serve."""
+    """capability: compute capability. shared_bytes: the shared memory that a program may have. bandwidth: bytes per
+    second, read plus written; None if it was not measured. obstacle: why it cannot serve."""
 
     name: str
     total_bytes: int
     free_bytes: int
+    capability: tuple[int, int]
+    shared_bytes: int
     bandwidth: float | None = None
     obstacle: str | None = None
 
@@ -65,7 +68,7 @@ def read_machine(cores: int) -> Machine:
         _total_memory(),
         free_bytes,
         _bandwidth_of_memory(cores) if free_bytes > 4 * _COPIED_BYTES else None,
-        _find_gpus(),
+        find_gpus(),
     )
 
 
@@ -114,8 +117,10 @@ def _copied_per_second(device: torch.device) -> float:
     return 2 * _COPIED_BYTES / min(seconds)
 
 
-def _find_gpus() -> tuple[Gpu, ...]:
+def find_gpus() -> tuple[Gpu, ...]:
     import torch
+
+    from kernels.gpu.device import shared_memory_of
 
     if not torch.cuda.is_available():
         return ()
@@ -123,14 +128,16 @@ def _find_gpus() -> tuple[Gpu, ...]:
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
         free, total = torch.cuda.mem_get_info(device)
-        enough = free > 4 * _COPIED_BYTES
+        enough, capability = free > 4 * _COPIED_BYTES, torch.cuda.get_device_capability(device)
         gpus.append(
             Gpu(
                 torch.cuda.get_device_name(device),
                 total,
                 free,
+                capability,
+                shared_memory_of(device),
                 _copied_per_second(device) if enough else None,
-                incapability(torch.cuda.get_device_capability(device), needs_fp8=False),
+                incapability(capability, needs_fp8=False),
             )
         )
     return tuple(gpus)

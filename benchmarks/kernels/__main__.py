@@ -92,7 +92,7 @@ def _sections(device: torch.device, num_sms: int) -> list[Section]:
     from benchmarks.kernels.cases import Section
     from benchmarks.kernels.experts import ALONE_NUM_TOKENS, SHAPES, combine_cases, moe_cases, quantised_cases
     from benchmarks.kernels.small import gate_cases, norm_cases, sampling_cases
-    from kernels.gpu.moe import shared_memory_of
+    from kernels.gpu.device import shared_memory_of
     from kernels.gpu.moe_config import MoeConfigs
 
     configs = partial(MoeConfigs, shared_bytes=shared_memory_of(device))

@@ -146,7 +146,7 @@ def attention_peers(prepared: PreparedAttention) -> Peers:
 
 def _add_of_equal_lengths(peers: Peers, case: AttentionCase, prepared: PreparedAttention) -> None:
     inputs = [contiguous_inputs(case, prepared.tensors.q.device) for _ in range(prepared.num_sets)]
-    causal, group = case.kind != "decode", case.shape.group
+    causal, group = case.kind != "decode", case.group
     for name, backend in _BACKENDS.items():
         ways = [partial(_sdpa_calls, backend, inputs, causal)]
         if causal and group > 1:
@@ -190,7 +190,7 @@ def contiguous_inputs(case: AttentionCase, device: torch.device) -> Inputs:
     In a decode the query heads that share a KV head are rows of it, so that keys and values are read once.
     """
     batch, length = len(case.seq_lens), case.seq_lens[0]
-    rows = (case.kv_heads, case.shape.group) if case.kind == "decode" else (case.num_heads, case.query_lens[0])
+    rows = (case.kv_heads, case.group) if case.kind == "decode" else (case.num_heads, case.query_lens[0])
     shapes = ((batch, *rows), (batch, case.kv_heads, length), (batch, case.kv_heads, length))
     q, keys, values = (_normal((*shape, case.key_dim), case.dtype, device) for shape in shapes)
     return q, keys, values

@@ -17,6 +17,7 @@ from kernels.attention import paged_attention_reference
 from kernels.gpu.attention import PagedContext, Partials, Scoring, prefill_attention, split_attention
 from kernels.gpu.attention_config import AttentionShape, ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
+from kernels.gpu.device import multiprocessor_of
 
 # Prompts are bound by their products, so that they need not be quite so cold.
 _MAX_PREFILL_SETS = 8
@@ -46,10 +47,15 @@ class AttentionCase:
     latent: bool = False
 
     @property
-    def shape(self) -> AttentionShape:
-        """The key by which configurations are chosen."""
-        dims = (self.key_dim, self.value_dim)
-        return AttentionShape(self.num_heads, self.kv_heads, *dims, self.block_size, self.dtype, self.kv_dtype)
+    def group(self) -> int:
+        """The number of query heads of a KV head."""
+        return self.num_heads // self.kv_heads
+
+    def shape_on(self, device: torch.device) -> AttentionShape:
+        """Return the key by which configurations are chosen."""
+        dims = (self.key_dim, self.value_dim, self.block_size)
+        kinds = (self.dtype, self.kv_dtype)
+        return AttentionShape(self.num_heads, self.kv_heads, *dims, *kinds, multiprocessor_of(device))
 
     @property
     def kv_bytes(self) -> int:
@@ -157,14 +163,14 @@ def prepare(
     config: of the case's kind; by default the table's.
     """
     tensors = tensors or random_tensors(case, device)
-    chosen = config or _chosen(case)
+    chosen = config or _chosen(case, device)
     if isinstance(chosen, PrefillConfig):
         return _prefill(case, tensors, chosen)
     return _split(case, tensors, chosen, num_sms)
 
 
-def _chosen(case: AttentionCase) -> AnyConfig:
-    shape = case.shape
+def _chosen(case: AttentionCase, device: torch.device) -> AnyConfig:
+    shape = case.shape_on(device)
     if case.kind == "decode":
         return shape.split()
     return shape.extend() if case.kind == "extend" else shape.prefill(max(case.query_lens))
@@ -177,9 +183,8 @@ def _prefill(case: AttentionCase, tensors: AttentionTensors, config: PrefillConf
             _context(case, tensors, table),
             tensors.query_starts,
             Scoring(scale_of(case)),
-            max_query_len=max(case.query_lens),
+            config,
             out=out,
-            config=config,
         )
 
     return PreparedAttention(case, tensors, config, lambda: None, attend)
@@ -190,7 +195,7 @@ def _split(
 ) -> PreparedAttention:
     """Prepare a decode, or an extend if the configuration is an ExtendConfig."""
     if isinstance(config, ExtendConfig):
-        split, tokens = config.split, config.tokens_per_tile(case.shape.group)
+        split, tokens = config.split, config.tokens_per_tile(case.group)
     else:
         split, tokens = config, 1
     starts = tensors.query_starts if case.kind == "extend" else None
@@ -198,7 +203,7 @@ def _split(
         len(case.seq_lens),
         sum(-(-count // tokens) for count in case.query_lens),
         max(case.seq_lens),
-        case.kv_heads * -(-case.shape.group // split.rows),
+        case.kv_heads * -(-case.group // split.rows),
         split,
         tensors.q.device,
         num_sms=num_sms,

@@ -13,7 +13,8 @@ from torch.nn import functional
 from benchmarks.kernels.attention_case import AttentionCase, AttentionTensors, Kind, PreparedAttention, prepare
 from benchmarks.kernels.experts_case import ACTIVATION, MoeCase, make_case
 from benchmarks.kernels.measure import Check, checked, relative_error, run_guarded, same_bits
-from kernels.gpu.moe import moe_experts_reference, shared_memory_of
+from kernels.gpu.device import shared_memory_of
+from kernels.gpu.moe import moe_experts_reference
 from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile, WeightFormat, config_for
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv, norm_rope_write_kv_reference

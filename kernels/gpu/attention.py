@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention_config import PrefillConfig, head_blocks, power_of_two, prefill_config
+from kernels.gpu.attention_config import PrefillConfig, head_blocks, power_of_two
 from kernels.gpu.attention_kernels import SplitWork, prefill_kernel, reduce_kernel, split_kernel
 
 _LOG2_E = math.log2(math.e)
@@ -117,17 +117,16 @@ def paged_attention(
     scoring: Scoring,
     *,
     num_decodes: int,
-    max_query_len: int,
+    config: PrefillConfig | None,
     out: Tensor | None = None,
-    config: PrefillConfig | None = None,
     extends: ExtendRun | None = None,
 ) -> Tensor:
     """Compute a mixed batch: the first `num_decodes` sequences have one new token each, the others any number.
 
     `work` has been updated with the lengths of the decodes; its window applies to all sequences. `extends` are
     sequences behind the decodes whose few new tokens are packed into tiles and whose contexts are split; all others are
-    computed as prompts. `partials` must be large enough for decodes and extends. For the rest see `split_attention` and
-    `prefill_attention`.
+    prompts, computed by `config`. `partials` must be large enough for decodes and extends. For the rest see
+    `split_attention` and `prefill_attention`.
     """
     if out is None:
         out = q.new_empty((*q.shape[:2], context.values.shape[2]))
@@ -149,15 +148,15 @@ def paged_attention(
         )
     for first, end in prompts:
         if first < end:
+            assert config is not None
             prefill_attention(
                 q,
                 context.part(first, end),
                 query_starts[first : end + 1],
                 scoring,
-                max_query_len=max_query_len,
+                config,
                 window=work.window,
                 out=out,
-                config=config,
             )
     return out
 
@@ -219,21 +218,17 @@ def prefill_attention(
     context: PagedContext,
     query_starts: Tensor,
     scoring: Scoring,
+    config: PrefillConfig,
     *,
-    max_query_len: int,
     window: int | None = None,
     out: Tensor | None = None,
-    config: PrefillConfig | None = None,
 ) -> Tensor:
     """Compute causal attention of many new tokens over cached prefixes; return out [T, H, Dv].
 
     q [T, H, Dk] holds the tokens query_starts[s] ... query_starts[s + 1] - 1 (int32 [S + 1]) of sequence s, at the end
-    of its positions. `max_query_len` only chooses tiles. For the rest see `split_attention`.
+    of its positions. For the rest see `split_attention`.
     """
     shape = AttentionArguments(q, context)
-    if config is None:
-        dims = (shape.key_dim, shape.value_dim, shape.block_size)
-        config = prefill_config(*dims, q.dtype, context.keys.dtype, max_query_len)
     out = shape.output(q, out)
     prefill_kernel[(shape.num_heads, q.shape[0] // config.rows + context.num_seqs)](
         q,

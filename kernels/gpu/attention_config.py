@@ -1,7 +1,7 @@
 """Configurations of the attention kernels: plain tables, and rules for shapes that are not in them.
 
-A bad choice runs out of shared memory, so a configuration is shrunk until its pipeline fits. Of the tables the entries
-for heads of 128 in 16 bits were compared with others on an NVIDIA H200; no other entry was.
+A configuration is shrunk until its pipeline fits the device's shared memory. Of the tables the entries for heads of 128
+in 16 bits were compared with others on an NVIDIA H200; no other entry was.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import TypeVar
 
 import torch
 
-# Shared memory of a thread block at compute capability 9.0, less room for reductions; 8.0 has 163 KiB.
-SHARED_MEMORY_BYTES = 200 * 1024
-SHARED_MEMORY_PER_SM = 227 * 1024
+from kernels.gpu.device import Multiprocessor
+
+# Bytes of shared memory that a multiprocessor takes for each program beside the program's own: so much more than a
+# program may have is what a multiprocessor has, from compute capability 8.0 on.
+_RESERVED_BYTES = 1024
 MIN_ROWS = 16
 # Prompts up to this length use tiles of fewer tokens, which fill more multiprocessors: on an H200 four prompts of 1,024
 # tokens take 111 us with 64 rows and 134 with 128, one of 16,384 tokens 4.88 and 4.75 ms.
@@ -101,7 +103,8 @@ Config = TypeVar("Config", SplitConfig, PrefillConfig)
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Numbers of query and KV heads, sizes of a head's keys and values, block size, dtypes of queries and pools."""
+    """Numbers of query and KV heads, sizes of a head's keys and values, block size, dtypes of queries and pools, and
+    the multiprocessor that computes."""
 
     num_heads: int
     kv_heads: int
@@ -110,119 +113,97 @@ class AttentionShape:
     block_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    multiprocessor: Multiprocessor
 
     @property
     def group(self) -> int:
         """The number of query heads of a KV head."""
         return self.num_heads // self.kv_heads
 
-    def split(self) -> SplitConfig:
-        """Return the table's configuration for sequences with one new token."""
-        return split_config(self.key_dim, self.value_dim, self.group, self.block_size, self.dtype, self.kv_dtype)
+    @property
+    def _size(self) -> int:
+        return max(self.key_dim, self.value_dim)
+
+    def split(self, tokens_per_tile: int = 1) -> SplitConfig:
+        """Return the table's configuration for tiles of `tokens_per_tile` tokens. Raise ValueError if none fits."""
+        tile, num_warps, num_stages = next(
+            entry
+            for (limit, width), entry in _SPLIT_TABLE.items()
+            if self._size <= limit and self.kv_dtype.itemsize == width
+        )
+        # More rows of large heads, or of fp32, no longer fit into registers.
+        width = self.dtype.itemsize
+        in_registers = {2: 64 if self._size <= 256 else 32, 4: 32 if self._size <= 64 else MIN_ROWS}[width]
+        rows = min(in_registers, max(MIN_ROWS, power_of_two(self.group * tokens_per_tile)))
+        if rows > 32 or (rows > MIN_ROWS and width == 4):
+            num_warps = 8
+        if rows > MIN_ROWS and not self.multiprocessor.reads_tiles:
+            num_stages = min(num_stages, 3)  # The addresses of one more take registers that more rows need.
+        config = self._fitting(SplitConfig(rows, self._in_block(tile), num_warps, num_stages))
+        allowed = self.multiprocessor.shared_bytes
+        resident = (allowed + _RESERVED_BYTES) // (self.shared_memory(config) + _RESERVED_BYTES)
+        return replace(config, programs_per_sm=max(1, min(resident, 12 // num_warps)))
 
     def extend(self) -> ExtendConfig:
-        """Return the table's configuration for sequences with few new tokens, with the limit of these tokens."""
-        return extend_config(self.key_dim, self.value_dim, self.group, self.block_size, self.dtype, self.kv_dtype)
+        """Return the table's configuration for sequences with few new tokens. Raise ValueError if none fits.
+
+        Its limit is the new tokens that take half the rows that a prefill would take. A prefill of few tokens computes
+        a whole tile per query head, most of it padding, and reads keys and values once per head. Packed, the heads of a
+        KV head share tiles, and contexts are also split. The limit is at a half because the split kernel masks every
+        tile and needs a second kernel: an estimate, not measured.
+        """
+        split, prefill = self.split(EXTEND_TOKENS), self.prefill(1)
+        packed_rows = split.rows * -(-self.group // split.rows)
+        tiles = self.group * prefill.rows // (2 * packed_rows)
+        config = ExtendConfig(split, 0)
+        return replace(config, max_query_len=min(tiles * config.tokens_per_tile(self.group), prefill.rows))
 
     def prefill(self, max_query_len: int) -> PrefillConfig:
-        """Return the table's configuration for sequences of up to `max_query_len` new tokens."""
-        return prefill_config(self.key_dim, self.value_dim, self.block_size, self.dtype, self.kv_dtype, max_query_len)
+        """Return the table's configuration for sequences of up to `max_query_len` new tokens.
 
+        Raise ValueError if none fits.
+        """
+        table = _PREFILL_TABLE if self.dtype.itemsize == 2 else _PREFILL_TABLE_FP32
+        rows, tile, num_warps, num_stages = next(entry for limit, entry in table.items() if self._size <= limit)
+        if max_query_len <= SHORT_QUERIES and rows > _SHORT_ROWS:
+            rows, num_warps = _SHORT_ROWS, 4 if self._size <= 128 else 8
+        if not self.multiprocessor.reads_tiles and rows >= _SHORT_ROWS:
+            # Operands take registers too: of more rows, or of large heads in fewer threads, the compiler spills some.
+            rows, num_warps = _SHORT_ROWS, 4 if self._size <= 64 else 8
+        return self._fitting(PrefillConfig(rows, self._in_block(tile), num_warps, num_stages))
 
-def split_config(
-    key_dim: int,
-    value_dim: int,
-    heads_per_kv: int,
-    block_size: int,
-    query_dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    tokens_per_tile: int = 1,
-) -> SplitConfig:
-    """Return the table's configuration for `tokens_per_tile` tokens of `heads_per_kv` heads that share a KV head."""
-    size = max(key_dim, value_dim)
-    tile, num_warps, num_stages = next(
-        entry for (limit, width), entry in _SPLIT_TABLE.items() if size <= limit and kv_dtype.itemsize == width
-    )
-    # More rows of large heads, or of fp32, no longer fit into registers.
-    in_registers = {2: 64 if size <= 256 else 32, 4: 32 if size <= 64 else MIN_ROWS}[query_dtype.itemsize]
-    rows = min(in_registers, max(MIN_ROWS, power_of_two(heads_per_kv * tokens_per_tile)))
-    if rows > 32 or (rows > MIN_ROWS and query_dtype.itemsize == 4):
-        num_warps = 8
-    # One look-up per tile if blocks are large enough.
-    if block_size >= 32:
-        tile = min(tile, block_size)
-    config = fitting(SplitConfig(rows, tile, num_warps, num_stages), key_dim, value_dim, query_dtype, kv_dtype)
-    resident = SHARED_MEMORY_PER_SM // shared_memory(config, key_dim, value_dim, query_dtype, kv_dtype)
-    return replace(config, programs_per_sm=max(1, min(resident, 12 // num_warps)))
+    def _in_block(self, tile: int) -> int:
+        """Cut a tile to a block, so that it takes one look-up, where blocks are large enough."""
+        return min(tile, self.block_size) if self.block_size >= 32 else tile
 
+    def _fitting(self, config: Config) -> Config:
+        """Reduce the stages, then the tile, then the rows, until queries and pipeline fit into shared memory."""
+        while self.shared_memory(config) > self.multiprocessor.shared_bytes:
+            if config.num_stages > 2:
+                config = replace(config, num_stages=config.num_stages - 1)
+            elif config.tile > 16:
+                config = replace(config, tile=config.tile // 2)
+            elif config.rows > MIN_ROWS:
+                config = replace(config, rows=config.rows // 2)
+            else:
+                kind = str(self.dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"attention with heads of {self.key_dim} elements in {kind} needs {self.shared_memory(config)} "
+                    f"bytes of shared memory, and the GPU allows {self.multiprocessor.shared_bytes}"
+                )
+        return config
 
-def prefill_config(
-    key_dim: int,
-    value_dim: int,
-    block_size: int,
-    query_dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    max_query_len: int,
-) -> PrefillConfig:
-    """Return the table's configuration for sequences of up to `max_query_len` new tokens."""
-    size = max(key_dim, value_dim)
-    table = _PREFILL_TABLE if query_dtype.itemsize == 2 else _PREFILL_TABLE_FP32
-    rows, tile, num_warps, num_stages = next(entry for limit, entry in table.items() if size <= limit)
-    if max_query_len <= SHORT_QUERIES and rows > _SHORT_ROWS:
-        rows, num_warps = _SHORT_ROWS, 4
-    if block_size >= 32:
-        tile = min(tile, block_size)
-    return fitting(PrefillConfig(rows, tile, num_warps, num_stages), key_dim, value_dim, query_dtype, kv_dtype)
+    def shared_memory(self, config: SplitConfig | PrefillConfig) -> int:
+        """Return the bytes of queries, weights, and keys and values in flight, as Triton 3.6 and 3.9 lay them out.
 
-
-def extend_config(
-    key_dim: int,
-    value_dim: int,
-    heads_per_kv: int,
-    block_size: int,
-    query_dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-) -> ExtendConfig:
-    """Return the table's configuration. Its limit is the new tokens that take half the rows that a prefill would take.
-
-    A prefill of few tokens computes a whole tile per query head, most of it padding, and reads keys and values once per
-    head. Packed, the heads of a KV head share tiles, and contexts are also split. The limit is at a half because the
-    split kernel masks every tile and needs a second kernel: an estimate, not measured.
-    """
-    split = split_config(key_dim, value_dim, heads_per_kv, block_size, query_dtype, kv_dtype, EXTEND_TOKENS)
-    prefill = prefill_config(key_dim, value_dim, block_size, query_dtype, kv_dtype, 1)
-    packed_rows = split.rows * -(-heads_per_kv // split.rows)
-    tiles = heads_per_kv * prefill.rows // (2 * packed_rows)
-    config = ExtendConfig(split, 0)
-    return replace(config, max_query_len=min(tiles * config.tokens_per_tile(heads_per_kv), prefill.rows))
-
-
-def fitting(config: Config, key_dim: int, value_dim: int, query_dtype: torch.dtype, kv_dtype: torch.dtype) -> Config:
-    """Reduce the stages, then the tile, until queries and pipeline fit into shared memory."""
-    while shared_memory(config, key_dim, value_dim, query_dtype, kv_dtype) > SHARED_MEMORY_BYTES:
-        if config.num_stages > 2:
-            config = replace(config, num_stages=config.num_stages - 1)
-        elif config.tile > 16:
-            config = replace(config, tile=config.tile // 2)
-        elif config.rows > MIN_ROWS:
-            config = replace(config, rows=config.rows // 2)
-        else:
-            break
-    return config
-
-
-def shared_memory(
-    config: SplitConfig | PrefillConfig, key_dim: int, value_dim: int, query_dtype: torch.dtype, kv_dtype: torch.dtype
-) -> int:
-    """Return the bytes of queries, weights, and keys and values in flight, as Triton 3.6 and 3.9 lay them out.
-
-    From 64 rows on the tensor cores read asynchronously, and one more tile is held.
-    """
-    blocks = head_blocks(key_dim, value_dim)
-    width = blocks.key + blocks.tail
-    tiles = config.num_stages if config.rows >= 64 else config.num_stages - 1
-    in_flight = tiles * config.tile * (width + blocks.value) * kv_dtype.itemsize
-    return in_flight + config.rows * (width + config.tile) * query_dtype.itemsize
+        Where the tensor cores read tiles themselves, asynchronously, one more tile is held.
+        """
+        blocks = head_blocks(self.key_dim, self.value_dim)
+        width = blocks.key + blocks.tail
+        reads_tiles = self.multiprocessor.reads_tiles and config.rows >= 64
+        tiles = config.num_stages if reads_tiles else config.num_stages - 1
+        in_flight = tiles * config.tile * (width + blocks.value) * self.kv_dtype.itemsize
+        return in_flight + config.rows * (width + config.tile) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,6 @@ from kernels.packed_experts import ExpertMatrices, ExpertPacking, ExpertShape
 from kernels.specs import Activation
 from kernels.weight_formats import widened
 
-# The bytes of shared memory of a program under Triton's interpreter: Hopper's.
-_INTERPRETED_SHARED_BYTES = 227 << 10
 # The alignment of every field of an expert in its slot, in bytes.
 _ALIGNMENT = 16
 
@@ -214,15 +212,6 @@ class MoeWorkspace:
             raise ValueError(f"{num_tiles} row tiles are more than the workspace holds ({self.tiles.shape[1]})")
         slot, first, rows = self.tiles[:, :num_tiles].unbind(0)
         return SortedPairs(self.pairs[:num_pairs], slot, first, rows, self.num_tiles)
-
-
-def shared_memory_of(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have on a CUDA device, or under Triton's interpreter."""
-    if device.type != "cuda":
-        return _INTERPRETED_SHARED_BYTES
-    properties = torch.cuda.get_device_properties(device)
-    # The most that a program may opt into, if torch reports it; else the default limit.
-    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 class SlotExperts:

@@ -38,8 +38,8 @@ class Sequences:
 
     slots: [T] int64, -1 for rows that pad the batch. block_table: [S, N] int32. seq_lens: [S] int32 including new
     tokens, 0 for padding. query_starts: [S + 1] int32. works: by window, a work list of the first `num_decodes`.
-    prefill: the configuration for prompts of up to `max_query_len` tokens; None without prompts. extends: by window,
-    the short prompts that are computed as extends; empty without any.
+    prefill: the configuration for prompts; None without prompts. extends: by window, the short prompts that are
+    computed as extends; empty without any.
     """
 
     slots: Tensor
@@ -47,7 +47,6 @@ class Sequences:
     seq_lens: Tensor
     query_starts: Tensor
     num_decodes: int
-    max_query_len: int
     block_size: int
     works: Mapping[int | None, SplitWork]
     partials: Partials
@@ -196,7 +195,6 @@ class GpuOps:
             context.partials,
             Scoring(scale, sinks=sinks),
             num_decodes=context.num_decodes,
-            max_query_len=context.max_query_len,
             config=context.prefill,
             extends=context.extends.get(window),
         )

@@ -7,7 +7,7 @@ weights, memory from the functions that plan it at a start (`moeserve.engine.mem
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +15,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.memory.file import round_to_page
-from moeserve.config import ConfigError, ServeConfig, flag_name
-from moeserve.device import RESERVE_BYTES, KvBudget, kv_memory, refuse_gpu_settings, share_kv, step_budget
+from moeserve.config import ConfigError, ServeConfig, default_of, flag_name
+from moeserve.device import (
+    GRAPH_BYTES,
+    RESERVE_BYTES,
+    KvBudget,
+    available_bytes,
+    choose_device,
+    incapability,
+    kv_memory,
+    needs_fp8,
+    refuse_gpu_settings,
+    share_kv,
+    step_budget,
+)
 from moeserve.engine.kv_disk.files import disk_root, why_unusable
 from moeserve.engine.memory_plan import (
     ModelPlan,
@@ -28,6 +40,7 @@ from moeserve.engine.memory_plan import (
     native_dtype,
     no_experts,
     plan_on_cpu,
+    read_any_spec,
     rounding_of,
     share_memory,
     weights_bytes,
@@ -263,11 +276,13 @@ def sizes_of(model: KnownModel) -> list[Sizes]:
     return sizes
 
 
-def setups_of(model: KnownModel, machine: Machine, config: ServeConfig) -> list[Setup]:
+def setups_of(
+    model: KnownModel, machine: Machine, config: ServeConfig, on_gpu: ServeConfig | None = None
+) -> list[Setup]:
     """Return the ways to serve the model here with the given settings, with obstacles.
 
     While nothing fits, further flags that take less memory are tried; use the last setup of a device that fits. config:
-    its device is ignored.
+    its device is ignored. on_gpu: the same settings for a GPU; None: settings at a CPU's default are at a GPU's.
     """
     on_cpu = replace(config, device="cpu")
     refusal = _refusal(on_cpu, model)
@@ -278,11 +293,36 @@ def setups_of(model: KnownModel, machine: Machine, config: ServeConfig) -> list[
     gpus = [gpu for gpu in machine.gpus if gpu.obstacle is None]
     # The memory of states on a GPU is not planned before loading.
     if gpus and not model.spec.state_layers:
-        on_gpu = replace(config, device="cuda")
+        on_gpu = on_gpu or _for_gpu(config)
         least = min(gpus, key=lambda gpu: gpu.free_bytes)
         refusal = _refusal(on_gpu, model)
         setups += [refusal] if refusal is not None else _on_gpus(model, least, len(gpus), on_gpu, machine.free_bytes)
     return setups
+
+
+def gpu_obstacle(folder: Path, config: ServeConfig, gpus: Sequence[Gpu]) -> str | None:
+    """Return why the model in a folder is not served on the smallest of the GPUs, which can be used; None if it is.
+
+    config: of a service on a GPU. Raise ConfigError or ModelError for settings or a model that no GPU takes.
+    """
+    choose_device(config, lambda _: None)
+    check_kv_tiers(config, "cuda")
+    spec, _ = read_any_spec(folder, config, "cuda")
+    if spec.state_layers:
+        return "the memory of recurrent states there is not planned before loading; --device cuda tries it"
+    model = examine(folder)
+    assert isinstance(model, NativeModel)
+    return _gpu_setup(model, min(gpus, key=lambda gpu: gpu.free_bytes), config, available_bytes()).obstacle
+
+
+def _for_gpu(config: ServeConfig) -> ServeConfig:
+    """Return settings for a GPU whose defaults take the place of a CPU's."""
+    changed = {
+        setting.name: default_of(setting, "cuda")
+        for setting in fields(ServeConfig)
+        if getattr(config, setting.name) == setting.default
+    }
+    return replace(config, **(changed | {"device": "cuda"}))
 
 
 def _refusal(config: ServeConfig, model: KnownModel) -> Setup | None:
@@ -501,11 +541,15 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig, host_bytes: in
     """Plan the memory of one GPU, with equal shares of the experts on all ranks."""
     spec, dtype, flags = model.spec, compute_dtype(config, "cuda"), _flags_of(config)
     kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else dtype
+    obstacle = incapability(gpu.capability, needs_fp8(config))
+    if obstacle is not None:
+        return Setup("cuda", flags, f"--device cuda: {obstacle}.")
     block_bytes = kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype)
     others = _gpu_others(model, dtype)
     try:
         check_expert_store(config, spec, "cuda")
         experts, resident = _experts_on_gpu(spec, dtype, config)
+        _check_kernels(spec, dtype, kv_dtype, gpu, config)
     except ConfigError as error:
         return Setup("cuda", flags, str(error))
     memory = _free_on_gpu(gpu, others + experts, config)
@@ -584,6 +628,17 @@ def _experts_on_gpu(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) 
     return _slot_bytes(spec, dtype, config) * num_held * len(spec.moe_layers), None
 
 
+def _check_kernels(spec: DecoderSpec, dtype: torch.dtype, kv_dtype: torch.dtype, gpu: Gpu, config: ServeConfig) -> None:
+    """Raise ConfigError if a kernel does not fit the GPU's multiprocessors."""
+    from kernels.gpu.device import Multiprocessor
+    from moeserve.model.gpu.kernels import attention_shape, check_shared_memory, expert_storage
+
+    storage = expert_storage(spec, dtype, config.expert_quantization)
+    multiprocessor = Multiprocessor.of(gpu.capability, gpu.shared_bytes)
+    shape = attention_shape(spec, config.block_size, dtype, multiprocessor, kv_dtype)
+    check_shared_memory(spec, storage, shape)
+
+
 def _slot_bytes(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> int:
     """Return the bytes of one expert on a GPU. Raise ConfigError."""
     from moeserve.engine.experts.gpu_memory import slot_layout
@@ -606,7 +661,7 @@ def _free_on_gpu(gpu: Gpu, weights: int, config: ServeConfig) -> int:
         reserved_bytes=0,
         peak_bytes=weights,
         utilization=config.gpu_memory_utilization,
-        with_graphs=not config.enforce_eager,
+        graph_bytes=0 if config.enforce_eager else GRAPH_BYTES,
     )
 
 
@@ -627,7 +682,8 @@ def _flags_of(config: ServeConfig) -> tuple[str, ...]:
     shown: list[str] = []
     for setting in fields(ServeConfig):
         value = getattr(config, setting.name)
-        if value == setting.default or setting.name == "model" or (setting.name, value) == ("device", "cpu"):
+        is_default = value == default_of(setting, config.device)
+        if is_default or setting.name == "model" or (setting.name, value) == ("device", "cpu"):
             continue
         if setting.metadata.get("parse") is parse_size:
             value = next(f"{value // unit}{name}" for unit, name in _UNITS if value % unit == 0)

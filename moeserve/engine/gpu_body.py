@@ -12,11 +12,12 @@ import torch
 from experts.observer import AnyObserver
 from experts.routing.tap import RoutingTap
 from kernels.activation import Activation
+from kernels.gpu.device import multiprocessor_of
 from kernels.gpu.moe import TritonMoe
 from kernels.gpu.moe_weights import GpuExperts
 from kernels.gpu.ops import GpuOps, store_expert
 from moeserve.config import ServeConfig
-from moeserve.device import StateDemand, available_bytes, step_budget
+from moeserve.device import GRAPH_BYTES, StateDemand, available_bytes, step_budget
 from moeserve.engine.experts.gpu_memory import GpuExpertSettings, GpuResidentModel, open_gpu_experts, plan_gpu_residency
 from moeserve.engine.experts.settings import measured_load
 from moeserve.engine.rank import Group, Prepared
@@ -24,7 +25,15 @@ from moeserve.engine.ranks.together import captures_decodes
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import Decoder, StepDecoder
 from moeserve.model.expert_weights import LayerExperts
-from moeserve.model.gpu.kernels import expert_configs, expert_storage, kv_dtype_of, rows_at_once, triton_moe
+from moeserve.model.gpu.kernels import (
+    attention_shape,
+    check_shared_memory,
+    expert_configs,
+    expert_storage,
+    kv_dtype_of,
+    rows_at_once,
+    triton_moe,
+)
 from moeserve.model.gpu.model import (
     GpuSettings,
     allocated_bytes,
@@ -33,6 +42,7 @@ from moeserve.model.gpu.model import (
     free_for_kv,
     kv_blocks,
     make_runner,
+    measure_graphs,
 )
 from moeserve.model.gpu.setup import alone, launch_expert_variants
 from moeserve.model.spec import DecoderSpec
@@ -113,6 +123,10 @@ class GpuBody:
         """
         self._spec, self._dtype, self._device, self._waits = spec, dtype, device, waits
         self._storage = storage = expert_storage(spec, dtype, settings.expert_quantization)
+        multiprocessor = multiprocessor_of(device)
+        check_shared_memory(
+            spec, storage, attention_shape(spec, settings.block_size, dtype, multiprocessor, settings.kv_dtype)
+        )
         self._configs = configs = expert_configs(spec, storage, device)
         max_rows = settings.max_num_batched_tokens
         residency = None if bounded is None else plan_gpu_residency(spec, dtype, bounded.num_bytes, storage, owned)
@@ -179,7 +193,8 @@ class GpuBody:
         assert isinstance(decoder, Decoder)
         settings, peers = self._settings, None if group is None else group.steps
         compute_largest_step(decoder, settings, alone if peers is None else peers.begin_alike)
-        memory, weights_bytes = settings.kv_cache_memory or free_for_kv(self._device, settings), self._weights_bytes
+        weights_bytes = self._weights_bytes
+        memory = settings.kv_cache_memory or free_for_kv(self._device, settings, self._graph_bytes(decoder, group))
         if group is not None:
             memory = group.collectives.agree_on_least(memory)
         kv, kv_bytes = kv_blocks(self._spec, self._dtype, settings, memory)
@@ -187,7 +202,14 @@ class GpuBody:
         if group is not None:
             weights_bytes = group.collectives.add_up(weights_bytes)
         row_bytes = 0 if settings.states is None else settings.states.row_bytes
-        return Prepared(runner, kv, kv_bytes, weights_bytes, runner.close, row_bytes, runner.kv_pool, runner.state_pool)
+        pools = runner.kv_pool, runner.state_pool
+        return Prepared(runner, kv, kv_bytes, weights_bytes, runner.close, row_bytes, *pools, runner.measured)
+
+    def _graph_bytes(self, decoder: Decoder, group: Group | None) -> int:
+        """Return the bytes that graphs will take: measured, or an estimate where they exchange rows of ranks."""
+        if self._settings.enforce_eager:
+            return 0
+        return measure_graphs(decoder, self._settings) if group is None else GRAPH_BYTES
 
 
 def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:

@@ -118,8 +118,9 @@ class Engine:
                 self._send_outputs(outputs)
                 self._suspects.settle(self._steps.step)
                 seconds = time.monotonic() - started
-                self._stats.count_step(seconds)
-                self._scheduler.count_step(seconds)
+                self._stats.count_step(seconds, self._steps.waited_s)
+                # A step that was planned ahead has run on its device during an earlier turn too.
+                self._scheduler.count_step(self._steps.device_s or seconds)
             elif not self._scheduler.is_idle:
                 any(wait(_WAITING_POLL_SECONDS) for wait in self._wait)
             if self._stats.due():
@@ -338,6 +339,7 @@ class EngineStats:
         self._caches = caches
         self._rejections: dict[str, int] = {}
         self._step_seconds = 0.0
+        self._waited_s = 0.0
         self._arrived: dict[str, float] = {}
         self._queue_seconds: list[float] = []
         self._last_sent = 0.0
@@ -352,8 +354,10 @@ class EngineStats:
     def count_end(self, request: Request) -> None:
         self._arrived.pop(request.request_id, None)
 
-    def count_step(self, seconds: float) -> None:
+    def count_step(self, seconds: float, waited_s: float) -> None:
+        """waited_s: the host's waits for devices since the start."""
         self._step_seconds += seconds
+        self._waited_s = waited_s
 
     def count_rejection(self, code: str) -> None:
         self._rejections[code] = self._rejections.get(code, 0) + 1
@@ -382,6 +386,9 @@ class EngineStats:
             rejections=dict(self._rejections),
             step_seconds=self._step_seconds,
             queue_seconds=queue_seconds,
-            features=features,
+            features=features | self._device_samples(),
             load=self._scheduler.load(),
         )
+
+    def _device_samples(self) -> FeatureSamples:
+        return {"moeserve_device_wait_seconds": [[self._waited_s]]} if self._waited_s else {}

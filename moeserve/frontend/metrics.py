@@ -344,6 +344,7 @@ _COUNTERS: Mapping[str, tuple[str, ...]] = {
     "moeserve_state_snapshots_saved": ("Snapshots of recurrent states that were saved",),
     "moeserve_state_snapshots_used": ("Times that a request went on from a snapshot of recurrent states",),
     "moeserve_state_snapshots_evicted": ("Snapshots of recurrent states that gave way to others",),
+    "moeserve_device_wait_seconds": ("Time that the engine waited for a GPU to end steps",),
     "moeserve_draft_chunks": ("Chunks with draft tokens",),
     "moeserve_draft_tokens": ("Draft tokens that steps verified",),
     "moeserve_draft_accepted_tokens": ("Draft tokens that were right",),

@@ -91,7 +91,10 @@ class Steps:
     With depth 0 each step is planned when the previous step is committed. With depth 1 it is planned and launched while
     the previous step is computed, so that a device never waits for the host; the tokens are the same and come one turn
     later. The scheduler must then run ahead. Ranks that share the layers compute as many steps at once as they are, of
-    different requests: the depth is less by one. step: the number of the last committed step.
+    different requests: the depth is less by one.
+
+    step: the number of the last committed step. device_s: its seconds by the clock of the slowest rank's device, None
+    without such clocks. waited_s: how long this process has waited for devices since it began.
     """
 
     def __init__(
@@ -107,6 +110,8 @@ class Steps:
         self._observers = observers
         self._in_flight: deque[tuple[list[StepPlan], Pending[list[StepResult]]]] = deque()
         self.step = 0
+        self.device_s: float | None = None
+        self.waited_s = 0.0
 
     def advance(self, planned: Callable[[], None] = lambda: None) -> list[RequestOutput] | None:
         """Launch the next step if there is one. Without one, or with more than `depth` in flight, commit the oldest.
@@ -143,4 +148,6 @@ class Steps:
                 left.pop(0).end(plans, results)
         outputs = self._scheduler.commit(plans, results)
         self.step = plans[0].step
+        self.device_s = max((result.seconds for result in results if result.seconds is not None), default=None)
+        self.waited_s += results[0].waited_s
         return outputs

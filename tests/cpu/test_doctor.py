@@ -37,6 +37,8 @@ from tests.support.tiny_models import CASES, config_of, save
 from tests.support.tiny_transformers import save_tiny, tiny_config
 
 GIB = 2**30
+# Compute capability and bytes of shared memory.
+HOPPER = ((9, 0), 227 << 10)
 MACHINE = Machine("a processor", 4, ("AVX2",), 64 * GIB, 32 * GIB, 50e9)
 # The sizes of Qwen3-30B-A3B.
 QWEN3 = {
@@ -145,7 +147,7 @@ def test_json_says_the_same_in_bytes(qwen3: Path, machine: None) -> None:
 
 def test_recurrent_layers_are_counted_with_the_states_of_requests_and_snapshots(tmp_path: Path) -> None:
     config_of("qwen3_next").save_pretrained(tmp_path)
-    machine = replace(MACHINE, gpus=(Gpu("a GPU", 80 * GIB, 79 * GIB, 1e12),))
+    machine = replace(MACHINE, gpus=(Gpu("a GPU", 80 * GIB, 79 * GIB, *HOPPER, 1e12),))
     (setup,) = setups_of(examine(tmp_path), machine, ServeConfig(max_num_seqs=3))
     model = examine(tmp_path)
     assert isinstance(model, NativeModel)
@@ -231,7 +233,7 @@ def test_what_fits_is_bounded_by_the_bytes_that_a_token_reads(qwen3: Path) -> No
 
 
 def test_a_gpu_gets_the_first_form_of_experts_that_fits(qwen3: Path) -> None:
-    gpu = Gpu("a GPU", 48 * GIB, 47 * GIB, 1e12)
+    gpu = Gpu("a GPU", 48 * GIB, 47 * GIB, *HOPPER, 1e12)
     setups = setups_of(examine(qwen3), replace(MACHINE, free_bytes=128 * GIB, gpus=(gpu,)), ServeConfig())
     assert [setup.flags for setup in setups] == [
         (),
@@ -249,7 +251,11 @@ def test_a_gpu_gets_the_first_form_of_experts_that_fits(qwen3: Path) -> None:
 
 
 def test_several_gpus_share_the_experts(qwen3: Path) -> None:
-    gpus = (Gpu("a GPU", 48 * GIB, 47 * GIB), Gpu("a GPU", 48 * GIB, 46 * GIB), Gpu("old", GIB, GIB, obstacle="old"))
+    gpus = (
+        Gpu("a GPU", 48 * GIB, 47 * GIB, *HOPPER),
+        Gpu("a GPU", 48 * GIB, 46 * GIB, *HOPPER),
+        Gpu("old", GIB, GIB, (7, 0), 0, obstacle="old"),
+    )
     setups = setups_of(examine(qwen3), replace(MACHINE, gpus=gpus), ServeConfig())
     assert setups[-1].flags == ("--device", "cuda", "--expert-parallel-size", "2")
     assert setups[-1].obstacle is None
@@ -402,7 +408,7 @@ def test_so_it_does_for_transformers_code(model_type: str, tmp_path: Path) -> No
 
 
 def try_values(whole: dict[str, Any], tmp_path: Path) -> None:
-    gpu = Gpu("a GPU", 80 * GIB, 79 * GIB, 1e12)
+    gpu = Gpu("a GPU", 80 * GIB, 79 * GIB, *HOPPER, 1e12)
     answers = 0
     for key in whole:
         for value in HOSTILE:

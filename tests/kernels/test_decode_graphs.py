@@ -13,6 +13,7 @@ import torch
 
 from moeserve.model.decoder import ForwardBatch
 from moeserve.model.gpu.batches import AttentionLimits
+from moeserve.model.gpu.model import graphs_of_all_sizes
 from moeserve.model.gpu.runner import Computed, DecodeSteps, HeardDecoder
 from moeserve.model.gpu.setup import blank_arrays
 from moeserve.model.step_arrays import StepArrays, StepShape
@@ -21,6 +22,7 @@ from tests.support.tiny_models import save
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU here is a stand-in")
 SIZES = (1, 2, 4)
+HIDDEN, VOCAB = 64, 128  # of the tiny models
 
 
 class Log(list[str]):
@@ -30,8 +32,8 @@ class Log(list[str]):
 
     def decoder(self, batch: ForwardBatch) -> Computed:
         self.append(f"compute {len(batch.token_ids)}{' in a graph' if self.captures else ''}")
-        rows = torch.zeros(len(batch.token_ids), 3)
-        return Computed(rows, rows)
+        size = len(batch.token_ids)
+        return Computed(torch.full((size, HIDDEN), float(size)), torch.full((size, VOCAB), float(size)))
 
 
 class Peers:
@@ -153,3 +155,19 @@ def test_without_graphs_batches_are_computed_where_they_lie(log: Log, limits: At
     log.clear()
     steps.run(StepArrays(), None, 2)
     assert log == ["compute 2"]
+
+
+def test_graphs_of_all_sizes_write_one_set_of_outputs(log: Log, limits: AttentionLimits) -> None:
+    steps = decode_steps(log, limits, None)
+    outputs = [steps.run(blank_arrays(StepShape(size, (), size), 4, 50), None, size) for size in SIZES]
+    assert len({computed.states.data_ptr() for computed in outputs}) == 1
+    assert len({computed.logits.data_ptr() for computed in outputs if computed.logits is not None}) == 1
+    largest = outputs[-1]
+    assert largest.logits is not None
+    assert largest.logits.shape == (4, VOCAB)
+    assert bool((largest.logits == 4).all())
+
+
+def test_graphs_share_what_the_largest_computes_in_and_each_has_nodes_of_its_own() -> None:
+    assert graphs_of_all_sizes(used_bytes=130, pool_bytes=100, num_sizes=10) == 100 + 10 * 30
+    assert graphs_of_all_sizes(used_bytes=90, pool_bytes=100, num_sizes=10) == 100

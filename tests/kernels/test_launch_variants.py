@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from kernels.gpu.moe_config import MoeConfigs, MoeShape
-from moeserve.model.gpu.setup import LaunchVariants, StepLimits
+from moeserve.model.gpu.setup import LaunchVariants, StepLimits, measure_steps
 from moeserve.model.step_arrays import ExtendLimits, StepShape
 from tests.support.separate_process import output_of
 
@@ -70,6 +70,18 @@ def test_prompts_of_one_token_beyond_what_is_packed_are_known_to_be_prefilled():
     of, _ = variants(StepLimits(32, 32, 8192), experts=False)
     assert of.of_step(StepShape(0, (1,) * 31, 31)) == {"extend", ("prefill", True)} <= of.all()
     assert of.steps() == [StepShape(0, (1,) * 32, 32), StepShape(1, (), 1)]
+
+
+def test_three_sizes_of_steps_are_launched_once_before_they_are_timed():
+    launched = []
+
+    def clock(launch):
+        launch()
+        return float(launched[-1].num_tokens)
+
+    assert measure_steps(launched.append, 4096, clock) == [(256, 256.0), (1024, 1024.0), (4096, 4096.0)]
+    assert [shape.prompt_lens for shape in launched] == [(size,) for size in (256, 256, 1024, 1024, 4096, 4096)]
+    assert [size for size, _ in measure_steps(launched.append, 8, clock)] == [1, 2, 8]
 
 
 def test_extends_and_prefills_of_one_step_are_both_known():

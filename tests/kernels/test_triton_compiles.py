@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.support.recorded_gpus import SHARED_BYTES
 from tests.support.separate_process import compiled, numbers, output_of
 
 pytestmark = pytest.mark.kernel_change
@@ -51,6 +52,21 @@ def test_products_of_experts_run_on_tensor_cores():
 
 def test_experts_with_a_limit_or_without_a_gate_compile_without_spilling():
     assert len({line.split(": ")[0] for line in compiled("activations")}) == 6
+
+
+@pytest.mark.parametrize("capability", [86, 120])
+def test_what_a_service_with_heads_of_128_launches_fits_cards_of_little_shared_memory(capability: int):
+    assert len(compiled("heads_of_128", capability)) >= 10
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("cases", ["served", "served_fp8", "experts", "others", "recurrent"])
+def test_what_a_service_can_launch_fits_every_card_since_ampere(cases: str, capability: int):
+    if cases == "served_fp8" and capability < 89:
+        pytest.skip("fp8 takes compute capability 8.9")
+    compiled(cases, capability)
 
 
 @pytest.mark.long

@@ -11,7 +11,8 @@ from benchmarks.kernels.experts_case import (
     route,
     sorted_pairs,
 )
-from kernels.gpu.moe import moe_experts_reference, shared_memory_of
+from kernels.gpu.device import shared_memory_of
+from kernels.gpu.moe import moe_experts_reference
 from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile, config_for
 
 pytestmark = pytest.mark.kernel_change

@@ -1,11 +1,12 @@
 """Launches of every kernel at the shapes of well-known models, for compiling only: tensors hold nothing.
 
-Each set of cases is a function that yields (name, function that launches); `python -m tests.support.compile_only
-SET...` compiles sets.
+Each set of cases is a function of what the GPU's multiprocessors allow; it yields (name, function that launches).
+`python -m tests.support.compile_only SET...` compiles sets.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from kernels.gated_delta_rule import DeltaHeads
 from kernels.gpu.attention import PagedContext, Partials, Scoring, prefill_attention, split_attention
-from kernels.gpu.attention_config import split_config
+from kernels.gpu.attention_config import EXTEND_TOKENS, SHORT_QUERIES, AttentionShape
 from kernels.gpu.attention_kernels import SplitWork
+from kernels.gpu.device import Multiprocessor
 from kernels.gpu.moe import MoeWorkspace, moe_experts
 from kernels.gpu.moe_config import MoeShape, config_for
 from kernels.gpu.moe_gate import select_experts
@@ -30,37 +32,75 @@ from kernels.specs import Activation, GateSpec
 from kernels.state_rows import StateRows
 
 Cases = Iterator[tuple[str, Callable[[], object]]]
-# Sizes of keys and values, query heads per KV head, block size, dtypes of queries and pools.
-AttentionCase = tuple[int, int, int, int, torch.dtype, torch.dtype]
-
 BF16, FP16, FP8, FP32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32
 KV_HEADS = 2
-HOPPER_SHARED_BYTES = 227 << 10
 META = torch.device("meta")
 STORED = {"bfloat16": BF16, "float32": FP32, "int8": torch.int8, "fp8": FP8}
 SILU = Activation()
+# Sizes of keys and values.
+SERVED_HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 QWEN = (128, 768, 2048, 8)
 MIXTRAL = (8, 14336, 4096, 2)
 
 
-def attention() -> Cases:
+def attention(multiprocessor: Multiprocessor) -> Cases:
     """Decodes, extends and prefills at the shapes of well-known models."""
-    usual = attention_case(128, 128, 8)
+    shape = partial(attention_shape, multiprocessor)
+    usual = shape(128, 128, 8)
     yield "decode", partial(launch_split, usual)
-    yield "decode small blocks", partial(launch_split, attention_case(128, 128, 4, 16))
-    yield "decode fp8", partial(launch_split, attention_case(128, 128, 8, kv_dtype=FP8))
-    yield "decode latent", partial(launch_split, attention_case(576, 512, 128))
-    yield "decode flags", partial(launch_split, attention_case(64, 64, 8), window=128, flags=True)
+    yield "decode small blocks", partial(launch_split, shape(128, 128, 4, 16))
+    yield "decode fp8", partial(launch_split, shape(128, 128, 8, kv_dtype=FP8))
+    yield "decode latent", partial(launch_split, shape(576, 512, 128))
+    yield "decode flags", partial(launch_split, shape(64, 64, 8), window=128, flags=True)
     yield "extend", partial(launch_split, usual, tokens=8)
     yield "prefill", partial(launch_prefill, usual)
-    yield "prefill small blocks", partial(launch_prefill, attention_case(80, 80, 4, 16))
+    yield "prefill small blocks", partial(launch_prefill, shape(80, 80, 4, 16))
     yield "prefill short", partial(launch_prefill, usual, max_query_len=40)
     yield "prefill flags", partial(launch_prefill, usual, window=128, flags=True)
 
 
-def attention_batches() -> Cases:
+def heads_of_128(multiprocessor: Multiprocessor) -> Cases:
+    """What a service of Qwen3-30B-A3B launches: the sizes that came nearest to the limit of most cards."""
+    return _of_heads(multiprocessor, 128, 128, BF16)
+
+
+def served(multiprocessor: Multiprocessor) -> Cases:
+    """Attention that a service can launch: heads of the usual sizes and latent attention, KV in 16 bits."""
+    for key_dim, value_dim in SERVED_HEADS:
+        yield from _of_heads(multiprocessor, key_dim, value_dim, BF16)
+
+
+def served_fp8(multiprocessor: Multiprocessor) -> Cases:
+    """The same with KV in fp8, which takes compute capability 8.9."""
+    for key_dim, value_dim in SERVED_HEADS:
+        yield from _of_heads(multiprocessor, key_dim, value_dim, FP8)
+
+
+def _of_heads(multiprocessor: Multiprocessor, key_dim: int, value_dim: int, kv_dtype: torch.dtype) -> Cases:
+    """Decodes, extends and prefills with every number of rows; heads of 128 in blocks of 16 too; equal ones once."""
+    seen = set()
+    groups = (16, 128) if key_dim > 256 else (1, 2, 8)
+    for block_size, group in itertools.product((64, 16) if key_dim == 128 else (64,), groups):
+        shape = attention_shape(multiprocessor, key_dim, value_dim, group, block_size, kv_dtype=kv_dtype)
+        name = f"{key_dim} {kv_dtype} {block_size}".replace("torch.", "")
+        for kind, config, launch in (
+            ("decode", shape.split(), partial(launch_split, shape)),
+            ("extend", shape.extend().split, partial(launch_split, shape, tokens=EXTEND_TOKENS)),
+            ("short prompt", shape.prefill(1), partial(launch_prefill, shape, max_query_len=1)),
+            (
+                "prompt",
+                shape.prefill(SHORT_QUERIES + 1),
+                partial(launch_prefill, shape, max_query_len=SHORT_QUERIES + 1),
+            ),
+        ):
+            if (kind, block_size, config) not in seen:
+                seen.add((kind, block_size, config))
+                yield f"{kind} {name} rows {config.rows}", launch
+
+
+def attention_batches(multiprocessor: Multiprocessor) -> Cases:
     """One shape of attention with batches of all sizes."""
-    case = attention_case(64, 64, 8)
+    case = attention_shape(multiprocessor, 64, 64, 8)
     for num_seqs, max_blocks, num_tokens, offset in ((1, 1, 1, 0), (2, 7, 17, 1), (16, 16, 64, 3), (33, 48, 1000, 0)):
         batch: dict[str, Any] = {
             "num_seqs": num_seqs,
@@ -72,7 +112,7 @@ def attention_batches() -> Cases:
         yield f"prefill {num_seqs}", partial(launch_prefill, case, **batch, num_tokens=num_tokens)
 
 
-def attention_table() -> Cases:
+def attention_table(multiprocessor: Multiprocessor) -> Cases:
     """The whole table of attention's configurations in 16 bits, and some of fp32: minutes."""
     sizes = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (576, 512))
     for key_dim, value_dim in sizes:
@@ -80,14 +120,15 @@ def attention_table() -> Cases:
             if dtype == FP32 and key_dim > 256:
                 continue
             for block_size in (16, 64):
-                case = attention_case(key_dim, value_dim, 16 if key_dim > 256 else 4, block_size, dtype, kv_dtype)
+                group = 16 if key_dim > 256 else 4
+                case = attention_shape(multiprocessor, key_dim, value_dim, group, block_size, dtype, kv_dtype)
                 name = f"{key_dim} {value_dim} {kv_dtype} {block_size}"
                 yield f"decode {name}", partial(launch_split, case)
                 yield f"extend {name}", partial(launch_split, case, tokens=8)
                 yield f"prefill {name}", partial(launch_prefill, case)
 
 
-def experts() -> Cases:
+def experts(multiprocessor: Multiprocessor) -> Cases:
     """Gate and experts at the shapes of Qwen3-30B-A3B and Mixtral; a name says stored format and tokens."""
     for shape, sizes in (
         (MoeShape(*QWEN, "bfloat16"), (1, 64, 256, 1024)),
@@ -99,18 +140,21 @@ def experts() -> Cases:
         (MoeShape(*QWEN, "float32"), (64,)),
     ):
         for num_tokens in sizes:
-            yield f"{shape.weights} {num_tokens}", partial(launch_experts, shape, num_tokens)
+            yield f"{shape.weights} {num_tokens}", partial(launch_experts, shape, num_tokens, multiprocessor)
 
 
-def activations() -> Cases:
+def activations(multiprocessor: Multiprocessor) -> Cases:
     """Experts with the activations that change the products or the end of the kernel that has them."""
     shape = MoeShape(*QWEN, "bfloat16")
     for activation in (Activation("relu2"), Activation("silu", limit=10.0)):
         for num_tokens in (1, 64, 1024):
-            yield f"{activation.kind} {num_tokens}", partial(launch_experts, shape, num_tokens, activation)
+            yield (
+                f"{activation.kind} {num_tokens}",
+                partial(launch_experts, shape, num_tokens, multiprocessor, activation),
+            )
 
 
-def others() -> Cases:
+def others(_: Multiprocessor) -> Cases:
     """Norms, rotation with KV write and sampling at the shapes of Qwen3-30B-A3B."""
     x, weight = torch.empty(2, 2048, dtype=BF16), torch.empty(2048, dtype=BF16)
     yield "rms_norm", lambda: rms_norm(x, weight, 1e-6)
@@ -132,7 +176,7 @@ def others() -> Cases:
     yield "sample filtered", lambda: sample(logits, ones, places, places, top_k=top_k, top_p=ones, min_p=ones)
 
 
-def recurrent() -> Cases:
+def recurrent(_: Multiprocessor) -> Cases:
     """The recurrent layers of Qwen3-Next-80B-A3B (Qwen3.5's too), Kimi-Linear-48B-A3B, Nemotron 3 Nano and Jamba."""
     heads = DeltaHeads(16, 32, 128, 128, torch.empty(32), torch.empty(32))
     rows = StateRows(torch.tensor([0, 1, 9]), torch.tensor([0, 1]), 8)
@@ -156,7 +200,7 @@ def recurrent() -> Cases:
     yield "gated norm", lambda: gated_norm(torch.empty(9, 32, 128, dtype=BF16), gate, norm, 1e-6)
 
 
-def benchmarked() -> Cases:
+def benchmarked(multiprocessor: Multiprocessor) -> Cases:
     """Every configuration that the table and the heuristic choose for the shapes of the kernel benchmark: minutes.
 
     Configurations that several shapes share are compiled once.
@@ -167,38 +211,41 @@ def benchmarked() -> Cases:
     seen: set[object] = set()
     config: object
     for case in attention_cases():
-        shape = case.shape
-        sizes = (case.key_dim, case.value_dim, shape.group, case.block_size, case.dtype, case.kv_dtype)
+        dims = (case.key_dim, case.value_dim, case.group, case.block_size)
+        shape = attention_shape(multiprocessor, *dims, case.dtype, case.kv_dtype)
         if case.kind == "prefill":
-            config, call = shape.prefill(max(case.query_lens)), partial(launch_prefill, sizes, max_query_len=1000)
+            config, call = shape.prefill(max(case.query_lens)), partial(launch_prefill, shape, max_query_len=1000)
         else:
             config = shape.split() if case.kind == "decode" else shape.extend()
             tokens = 1 if case.kind == "decode" else shape.extend().tokens_per_tile(shape.group)
-            call = partial(launch_split, sizes, tokens=tokens)
-        if (case.kind, sizes, config) not in seen:
-            seen.add((case.kind, sizes, config))
+            call = partial(launch_split, shape, tokens=tokens)
+        if (case.kind, shape, config) not in seen:
+            seen.add((case.kind, shape, config))
             yield case.name, call
     for name, layer in SHAPES.items():
         for num_tokens in NUM_TOKENS:
-            config = config_for(layer, num_tokens, HOPPER_SHARED_BYTES)
+            config = config_for(layer, num_tokens, multiprocessor.shared_bytes)
             if (name, config) not in seen:
                 seen.add((name, config))
-                yield f"{name} {num_tokens}", partial(launch_experts, layer, num_tokens)
+                yield f"{name} {num_tokens}", partial(launch_experts, layer, num_tokens, multiprocessor)
 
 
-def attention_case(
+def attention_shape(
+    multiprocessor: Multiprocessor,
     key_dim: int,
     value_dim: int,
     group: int,
     block_size: int = 64,
     dtype: torch.dtype = BF16,
     kv_dtype: torch.dtype = BF16,
-) -> AttentionCase:
-    return key_dim, value_dim, group, block_size, dtype, kv_dtype
+) -> AttentionShape:
+    """Latent attention, whose keys are larger than any others, has one KV head."""
+    heads = 1 if key_dim > 256 else KV_HEADS
+    return AttentionShape(heads * group, heads, key_dim, value_dim, block_size, dtype, kv_dtype, multiprocessor)
 
 
 def launch_split(
-    case: AttentionCase,
+    shape: AttentionShape,
     *,
     num_seqs: int = 3,
     max_blocks: int = 5,
@@ -208,27 +255,26 @@ def launch_split(
     flags: bool = False,
 ) -> None:
     """Make a work list, then compute the decode, or with `tokens` > 1 the short extend, that follows it."""
-    key_dim, value_dim, group, block_size, dtype, _ = case
-    config = split_config(*case, tokens)
-    tokens = max(1, min(tokens, config.rows // group))
+    config = shape.split(tokens)
+    tokens = max(1, min(tokens, config.rows // shape.group))
     work = SplitWork(
-        64, 64, 4096, KV_HEADS, config, "cpu", num_sms=132, window=window, tokens_per_tile=tokens, max_query_len=8
+        64, 64, 4096, shape.kv_heads, config, "cpu", num_sms=132, window=window, tokens_per_tile=tokens, max_query_len=8
     )
     table, lengths, starts = metadata(num_seqs, max_blocks, offset)
     query_starts = None if tokens == 1 else starts
     work.update(lengths, query_starts)
     split_attention(
-        torch.empty((num_seqs, KV_HEADS * group, key_dim), dtype=dtype),
-        PagedContext(*pools(case), table, lengths, block_size),
+        torch.empty((num_seqs, shape.num_heads, shape.key_dim), dtype=shape.dtype),
+        PagedContext(*pools(shape), table, lengths, shape.block_size),
         work,
-        Partials.allocate(work, KV_HEADS * group, value_dim),
-        scoring(KV_HEADS * group, flags),
+        Partials.allocate(work, shape.num_heads, shape.value_dim),
+        scoring(shape.num_heads, flags),
         query_starts=query_starts,
     )
 
 
 def launch_prefill(
-    case: AttentionCase,
+    shape: AttentionShape,
     *,
     num_tokens: int = 100,
     num_seqs: int = 3,
@@ -238,25 +284,24 @@ def launch_prefill(
     max_query_len: int = 1000,
     flags: bool = False,
 ) -> None:
-    key_dim, _, group, block_size, dtype, _ = case
     table, lengths, starts = metadata(num_seqs, max_blocks, offset)
     prefill_attention(
-        torch.empty((num_tokens, KV_HEADS * group, key_dim), dtype=dtype),
-        PagedContext(*pools(case), table, lengths, block_size),
+        torch.empty((num_tokens, shape.num_heads, shape.key_dim), dtype=shape.dtype),
+        PagedContext(*pools(shape), table, lengths, shape.block_size),
         starts,
-        scoring(KV_HEADS * group, flags),
-        max_query_len=max_query_len,
+        scoring(shape.num_heads, flags),
+        shape.prefill(max_query_len),
         window=window,
     )
 
 
-def pools(case: AttentionCase) -> tuple[Tensor, Tensor]:
-    """Values are a view of the keys where keys are as large as latent attention's."""
-    key_dim, value_dim, _, block_size, _, kv_dtype = case
-    keys = torch.empty((KV_HEADS, 4 * block_size, key_dim), dtype=kv_dtype)
-    if key_dim > 256:
-        return keys, keys[..., :value_dim]
-    return keys, torch.empty((KV_HEADS, 4 * block_size, value_dim), dtype=kv_dtype)
+def pools(shape: AttentionShape) -> tuple[Tensor, Tensor]:
+    """Values are a view of the keys in latent attention."""
+    slots = (shape.kv_heads, 4 * shape.block_size)
+    keys = torch.empty((*slots, shape.key_dim), dtype=shape.kv_dtype)
+    if shape.key_dim > 256:
+        return keys, keys[..., : shape.value_dim]
+    return keys, torch.empty((*slots, shape.value_dim), dtype=shape.kv_dtype)
 
 
 def metadata(num_seqs: int, max_blocks: int, offset: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,7 +317,9 @@ def scoring(num_heads: int, flags: bool) -> Scoring:
     return Scoring(0.1, soft_cap=30.0, sinks=torch.empty(num_heads)) if flags else Scoring(0.1)
 
 
-def launch_experts(shape: MoeShape, num_tokens: int, activation: Activation = SILU) -> None:
+def launch_experts(
+    shape: MoeShape, num_tokens: int, multiprocessor: Multiprocessor, activation: Activation = SILU
+) -> None:
     """Run gate and experts with the tiles that serving chooses."""
     width, hidden, top_k = shape.intermediate_size, shape.hidden_size, shape.top_k
     dtype = FP32 if shape.weights == "float32" else BF16
@@ -282,7 +329,7 @@ def launch_experts(shape: MoeShape, num_tokens: int, activation: Activation = SI
     x = torch.empty(num_tokens, hidden, dtype=dtype, device=META)
     logits = torch.empty(num_tokens, shape.num_experts, dtype=dtype, device=META)
     ids, weights = select_experts(logits, GateSpec(top_k, renormalise=True))
-    config = config_for(shape, num_tokens, HOPPER_SHARED_BYTES)
+    config = config_for(shape, num_tokens, multiprocessor.shared_bytes)
     moe_experts(x, ids, weights, matrices, activation, config, workspace)
 
 

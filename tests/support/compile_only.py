@@ -1,13 +1,14 @@
 """Compiles Triton kernels for a GPU that is not there, with the assembler that Triton brings, and launches nothing.
 
-`python -m tests.support.compile_only SET...` compiles the launches of sets of `tests.support.compile_cases`, named by
-their functions, and prints one line per kernel. It has to run in a process of its own, without TRITON_INTERPRET.
+`python -m tests.support.compile_only SET... [--capability 90]` compiles the launches of sets of
+`tests.support.compile_cases`, named by their functions, for a compute capability, and prints one line per kernel. It
+has to run in a process of its own, without TRITON_INTERPRET.
 """
 
+import argparse
 import contextlib
 import re
 import subprocess
-import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -16,22 +17,24 @@ from typing import Any
 
 import triton
 
+from kernels.gpu.device import Multiprocessor
 from tests.support import compile_cases
 from tests.support.caught_launches import launches_go_to
+from tests.support.recorded_gpus import HOPPER, SHARED_BYTES
 
 # By name: what the kernel's assembly has if it multiplies by warpgroups, by warps, or copies whole boxes.
 INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "mma": "mma.sync", "tensor_copies": "cp.async.bulk.tensor"}
 
 
 @contextlib.contextmanager
-def compiled_for_sm90() -> Iterator[list[str]]:
+def compiled_for(capability: int) -> Iterator[list[str]]:
     """Yield a list that fills with a line per kernel "launched" meanwhile; outputs of kernels stay as they are."""
     found: list[str] = []
 
     def compile_it(run: Any, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         found.append(description(run(kernel, *args, grid=grid, warmup=True, **options)))
 
-    with launches_go_to(compile_it):
+    with launches_go_to(compile_it, capability):
         yield found
 
 
@@ -56,14 +59,18 @@ def description(kernel: Any) -> str:
     return f"{metadata.name} " + " ".join(f"{name}={number}" for name, number in numbers.items())
 
 
-def main(sets: list[str]) -> None:
+def main(sets: list[str], capability: int) -> None:
+    multiprocessor = Multiprocessor.of(divmod(capability, 10), SHARED_BYTES[capability])
     for name in sets:
-        for case, launch in getattr(compile_cases, name)():
-            with compiled_for_sm90() as found:
+        for case, launch in getattr(compile_cases, name)(multiprocessor):
+            with compiled_for(capability) as found:
                 launch()
             for line in found:
                 print(f"{case}: {line}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("sets", nargs="+")
+    parser.add_argument("--capability", type=int, choices=SHARED_BYTES, default=HOPPER)
+    main(**vars(parser.parse_args()))

@@ -20,7 +20,6 @@ import torch
 
 import kernels.gpu.ops
 import moeserve.model.gpu.batches
-import moeserve.model.gpu.kernels
 from experts.memory.file import round_to_page
 from kernels.gpu.moe_config import WeightStorage
 from moeserve.engine.experts.gpu_memory import (
@@ -44,8 +43,8 @@ from tests.support.caught_launches import launches_go_to
 from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import save
 
-# The device that configurations are chosen for: an H200's shared memory for a program, in bytes, and multiprocessors.
-HOPPER_SHARED_BYTES, HOPPER_SMS = 227 << 10, 132
+# The multiprocessors of the device that configurations are chosen for, an H200; its shared memory is the interpreter's.
+HOPPER_SMS = 132
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS, MAX_TOKENS = 16, 64, 256, 70, 1100
 # Lengths around every threshold, and some that no power of two divides.
@@ -138,8 +137,7 @@ def open_experts(folder: Path, spec: DecoderSpec, storage: WeightStorage) -> Gpu
 
 def choose_for_hopper() -> None:
     """Rather than for the few processors that the interpreter makes up."""
-    vars(moeserve.model.gpu.kernels)["shared_memory_of"] = lambda _: HOPPER_SHARED_BYTES
-    vars(moeserve.model.gpu.batches)["_num_sms"] = lambda _: HOPPER_SMS
+    vars(moeserve.model.gpu.batches)["multiprocessors_of"] = lambda _: HOPPER_SMS
 
 
 @contextlib.contextmanager

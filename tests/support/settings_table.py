@@ -26,6 +26,7 @@ def _row(setting: Field[Any]) -> str:
         flag, default = f"{flag}` `--no-{flag[2:]}", "on" if setting.default else "off"
     else:
         default = "" if setting.default in (None, ()) else f"`{setting.default}`"
+        default += f", `{metadata['on_gpu']}` on a GPU" if "on_gpu" in metadata else ""
     meaning = str(metadata["help"])
     if "choices" in metadata:
         meaning += " One of " + ", ".join(f"`{choice}`" for choice in metadata["choices"]) + "."

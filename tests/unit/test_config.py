@@ -188,3 +188,11 @@ def test_values_for_generation_are_those_of_requests() -> None:
     for text in (*bad, '{"temperature": "1"}', '{"temperature": null}'):
         with pytest.raises(ConfigError, match="override-generation-config"):
             load_config({"override_generation_config": text}, {})
+
+
+def test_a_gpu_has_defaults_of_its_own_and_a_given_value_stays():
+    on_cpu, on_gpu = load_config({}, {}), load_config({"device": "cuda"}, {})
+    assert (on_cpu.block_size, on_cpu.max_num_seqs) == (16, 64)
+    assert (on_gpu.block_size, on_gpu.max_num_seqs) == (64, 256)
+    given = load_config({"device": "cuda", "block_size": "16"}, {"MOESERVE_MAX_NUM_SEQS": "64"})
+    assert (given.block_size, given.max_num_seqs) == (16, 64)

@@ -71,6 +71,7 @@ class CountingExecutor:
 
     def __init__(self) -> None:
         self.gate = threading.Semaphore(PLENTY)
+        self.device_s: float | None = None
 
     def launch(self, plans: Sequence[StepPlan]) -> Computed[list[StepResult]]:
         (plan,) = plans
@@ -83,7 +84,8 @@ class CountingExecutor:
                 results.append(ChunkResult(error="not finite"))
             else:
                 results.append(ChunkResult(chunk.token_ids[-1] + 1))
-        return Computed([StepResult(plan.step, results)])
+        waited_s = 0.0 if self.device_s is None else 0.5
+        return Computed([StepResult(plan.step, results, seconds=self.device_s, waited_s=waited_s)])
 
     def check(self) -> None:
         """Nothing can be missing."""
@@ -355,6 +357,20 @@ def test_frontends_hear_of_each_queue_time_once(served: Served) -> None:
         served.client.outputs_of(f"r{number}")
     told = [stats for client in (other, served.client) for stats in client.stats_until(6)]
     assert sum(len(stats.queue_seconds) for stats in told) == 3
+
+
+def test_pacing_learns_what_the_device_took_and_the_hosts_waits_are_counted(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt: list[float] = []
+    monkeypatch.setattr(served.scheduler, "count_step", learnt.append)
+    served.executor.device_s = 1000.0
+    served.client.send(Hello(PROTOCOL_VERSION, "abc"))
+    served.client.send(generate("r", [10], max_tokens=4))
+    last = served.client.stats_until(4)[-1]
+    assert learnt == [1000.0] * 4
+    assert last.features["moeserve_device_wait_seconds"] == [[2.0]]
+    assert last.step_seconds < 1000
 
 
 def test_the_prefix_cache_can_be_reset(served: Served) -> None:

@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.device import GRAPH_BYTES, choose_device, incapability, kv_memory, step_budget, too_few_gpus
+from moeserve.device import choose_device, incapability, kv_memory, step_budget, too_few_gpus
 from moeserve.model.step_arrays import ExtendLimits, capture_sizes, padded_size, share_prompts, step_arrays
 from moeserve.plan import Chunk, SamplingParams
 
@@ -80,9 +80,9 @@ def test_the_most_neighbouring_short_prompts_are_packed(prompt_lens, run, longes
 
 def test_kv_gets_what_others_weights_steps_and_graphs_leave() -> None:
     numbers = {"total_bytes": 100 * GIB, "free_bytes": 60 * GIB, "reserved_bytes": 35 * GIB, "peak_bytes": 34 * GIB}
-    assert kv_memory(**numbers, utilization=0.9, with_graphs=False) == (90 - 5 - 34) * GIB
-    assert kv_memory(**numbers, utilization=0.9, with_graphs=True) == (90 - 5 - 34) * GIB - GRAPH_BYTES
-    assert kv_memory(**numbers, utilization=0.3, with_graphs=True) == 0
+    assert kv_memory(**numbers, utilization=0.9, graph_bytes=0) == (90 - 5 - 34) * GIB
+    assert kv_memory(**numbers, utilization=0.9, graph_bytes=GIB) == (90 - 5 - 35) * GIB
+    assert kv_memory(**numbers, utilization=0.3, graph_bytes=GIB) == 0
 
 
 def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:

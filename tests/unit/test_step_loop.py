@@ -35,6 +35,7 @@ class CountingDevice(RanksObserver):
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.clock: tuple[float | None, float] = (None, 0.0)
         self._drawn: list[int] = []
 
     def check(self) -> None:
@@ -60,7 +61,8 @@ class CountingDevice(RanksObserver):
             results.append(result)
         self._drawn = drawn
 
-        return Logged(self.log, StepResult(plan.step, results))
+        seconds, waited_s = self.clock
+        return Logged(self.log, StepResult(plan.step, results, seconds=seconds, waited_s=waited_s))
 
 
 @dataclass
@@ -112,6 +114,17 @@ def test_both_depths_tell_the_same() -> None:
     assert told[0] == told[1]
     assert told[0]["stops"] == ([4, 5, 6], FinishReason.STOP)
     assert told[0]["long prompt"][0] == [120, 121, 122, 123, 124]
+
+
+def test_steps_tell_what_the_slowest_device_took_and_how_long_this_host_has_waited() -> None:
+    served = service(depth=0)
+    add(served, "a", [1], max_tokens=3)
+    found = []
+    for seconds, waited_s in ((None, 0.0), (0.25, 0.125), (0.5, 0.125)):
+        served.device.clock = seconds, waited_s
+        served.steps.advance()
+        found.append((served.steps.device_s, served.steps.waited_s))
+    assert found == [(None, 0.0), (0.25, 0.125), (0.5, 0.25)]
 
 
 def test_the_next_step_is_queued_before_the_last_one_is_waited_for() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.gpu.attention import ExtendRun, Partials
 from kernels.gpu.attention_config import AttentionShape, ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
+from kernels.gpu.device import multiprocessor_of, multiprocessors_of
 from kernels.gpu.ops import Sequences
 from kernels.state_rows import StateRows
 from kernels.transfer import to_device
@@ -25,8 +26,6 @@ from moeserve.model.step_arrays import ExtendLimits, StepArrays, share_prompts
 
 # Table widths are multiples of this, because Triton compiles a variant for strides that are no multiples of 16.
 _TABLE_STEP = 16
-# The number of SMs that the interpreter splits work for; a GPU reports its own.
-_INTERPRETED_SMS = 4
 # Short append-prefills of one step may fill this number of waves of programs: with more, splitting costs scratch and
 # gains nothing.
 _EXTEND_WAVES = 4
@@ -55,7 +54,7 @@ class AttentionLimits:
 
     @property
     def shape(self) -> AttentionShape:
-        return attention_shape(self.spec, self.block_size, self.dtype, self.kv_dtype)
+        return attention_shape(self.spec, self.block_size, self.dtype, multiprocessor_of(self.device), self.kv_dtype)
 
     @property
     def table_width(self) -> int:
@@ -88,7 +87,7 @@ class AttentionLimits:
             return None
         tokens = config.tokens_per_tile(group)
         per_tile = self._programs(config.split)
-        slots = max(1, _num_sms(self.device) * config.split.programs_per_sm // per_tile)
+        slots = max(1, multiprocessors_of(self.device) * config.split.programs_per_sm // per_tile)
         tiles = min(max_seqs * -(-config.max_query_len // tokens), _EXTEND_WAVES * slots)
         return ExtendLimits(config.max_query_len, tokens, tiles)
 
@@ -114,7 +113,7 @@ class AttentionLimits:
             self._programs(config),
             config,
             self.device,
-            num_sms=_num_sms(self.device),
+            num_sms=multiprocessors_of(self.device),
             max_query_len=1 if extend is None else extend.max_query_len,
             tokens_per_tile=1 if extend is None else extend.tokens_per_tile(self.shape.group),
             window=window,
@@ -179,7 +178,6 @@ class StepBatches:
             seq_lens,
             starts,
             num_decodes,
-            longest,
             self._limits.block_size,
             self._works,
             self._partials,
@@ -208,6 +206,10 @@ class DecodeTensors:
         self.query_starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=limits.device)
         self.num_valid = ints(dtype=torch.int32)
         self.partials = limits.partials(limits.works(max_seqs))
+        # What every graph writes: with outputs of their own graphs of all sizes would keep the logits of all sizes.
+        dtype, device = limits.dtype, limits.device
+        self.states = torch.zeros((max_seqs, limits.spec.hidden_size), dtype=dtype, device=device)
+        self.logits = torch.zeros((max_seqs, limits.spec.vocab_size), dtype=dtype, device=device)
 
 
 class DecodeBatch:
@@ -222,7 +224,6 @@ class DecodeBatch:
             tensors.seq_lens[:size],
             tensors.query_starts[: size + 1],
             size,
-            1,
             limits.block_size,
             self._works,
             tensors.partials,
@@ -299,9 +300,3 @@ def block_table(tables: Sequence[array[int]], width: int, device: torch.device) 
 
 def _round_up(width: int) -> int:
     return -(-width // _TABLE_STEP) * _TABLE_STEP
-
-
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETED_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kernels.gpu.attention_config import AttentionShape
-from kernels.gpu.moe import MoeWorkspace, TritonMoe, shared_memory_of
-from kernels.gpu.moe_config import MoeConfigs, MoeShape, WeightFormat, WeightStorage
+from kernels.gpu.attention_config import SHORT_QUERIES, AttentionShape
+from kernels.gpu.device import Multiprocessor, shared_memory_of
+from kernels.gpu.moe import MoeWorkspace, TritonMoe
+from kernels.gpu.moe_config import MoeConfigs, MoeShape, WeightFormat, WeightStorage, config_for
 from kernels.gpu.moe_weights import FORMAT_OF
 from moeserve.config import ConfigError
 from moeserve.model.spec import DecoderSpec, MlaSpec
@@ -66,15 +67,24 @@ def expert_storage(spec: DecoderSpec, dtype: torch.dtype, quantization: str = "n
 
 def expert_configs(spec: DecoderSpec, storage: WeightStorage, device: torch.device) -> MoeConfigs | None:
     """Return the kernel configurations, by number of tokens, for experts kept in `storage`; None without experts."""
+    shape = _moe_shape(spec, storage)
+    return None if shape is None else MoeConfigs(shape, shared_memory_of(device))
+
+
+def _moe_shape(spec: DecoderSpec, storage: WeightStorage) -> MoeShape | None:
     moe = spec.moe
     if moe is None:
         return None
     sizes = (moe.num_experts, moe.intermediate_size, spec.hidden_size, moe.gate.top_k)
-    return MoeConfigs(MoeShape(*sizes, storage.format, storage.group_size), shared_memory_of(device))
+    return MoeShape(*sizes, storage.format, storage.group_size)
 
 
 def attention_shape(
-    spec: DecoderSpec, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    spec: DecoderSpec,
+    block_size: int,
+    dtype: torch.dtype,
+    multiprocessor: Multiprocessor,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionShape:
     """Return the shape of attention, with keys and values stored as `kv_dtype`, default `dtype`.
 
@@ -87,7 +97,20 @@ def attention_shape(
     else:
         heads, kv_heads, key_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         value_dim = key_dim
-    return AttentionShape(heads, kv_heads, key_dim, value_dim, block_size, dtype, kv_dtype or dtype)
+    return AttentionShape(heads, kv_heads, key_dim, value_dim, block_size, dtype, kv_dtype or dtype, multiprocessor)
+
+
+def check_shared_memory(spec: DecoderSpec, storage: WeightStorage, attention: AttentionShape) -> None:
+    """Raise ConfigError, one sentence, if a kernel has no configuration that fits the multiprocessor."""
+    experts = _moe_shape(spec, storage)
+    try:
+        attention.extend()
+        attention.split()
+        attention.prefill(SHORT_QUERIES + 1)
+        if experts is not None:
+            config_for(experts, 1, attention.multiprocessor.shared_bytes)  # Tiles for more tokens shrink to this one.
+    except ValueError as error:
+        raise ConfigError(f"--device cuda: {error}.") from None
 
 
 def kv_dtype_of(name: str) -> torch.dtype | None:

@@ -7,13 +7,14 @@ steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from experts.routing.tap import RoutingTap
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.device import KvBudget, StateDemand, kv_memory, share_kv
-from moeserve.model.decoder import Decoder
+from moeserve.model.decoder import Decoder, KvPools
 from moeserve.model.gpu.batches import AttentionLimits, DecodeTensors, StepBatches
 from moeserve.model.gpu.runner import DecodeSteps, GpuModelRunner, HeardDecoder, Peers
 from moeserve.model.gpu.setup import (
@@ -23,6 +24,8 @@ from moeserve.model.gpu.setup import (
     launch_all_variants,
     launch_blank_step,
     launch_variants,
+    measure_steps,
+    seconds_on_gpu,
 )
 from moeserve.model.kv_pool import KVPool, kv_block_bytes, kv_pool_bytes, window_demand
 from moeserve.model.sampler import SCORED_AT_ONCE
@@ -97,10 +100,10 @@ def make_runner(
     apart = kv.num_window_blocks > 0
     limits = AttentionLimits(spec, size, kv.max_model_len, dtype, device, kv_dtype, apart)
     batches = StepBatches(limits, settings.max_num_seqs)
+    begin_step = alone if peers is None else peers.begin_alike
     if decoder.device.type == "cuda":
         steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)
         variants = launch_variants(limits, configs, steps)
-        begin_step = alone if peers is None else peers.begin_alike
         launch_all_variants(decoder, pools, batches, variants, settings.block_size, begin_step)
     tapped = HeardDecoder(decoder, pools, tap)
     decode = None
@@ -108,34 +111,84 @@ def make_runner(
         decode = DecodeSteps(tapped, limits, capture_sizes(settings.max_num_seqs), peers)
         if decoder.device.type == "cuda":
             decode.capture()
+    measured: list[tuple[int, float]] = []
+    if decoder.device.type == "cuda":
+        launch = partial(launch_blank_step, decoder, pools, batches, block_size=size, begin_step=begin_step)
+        measured = measure_steps(launch, min(settings.max_num_batched_tokens, kv.max_model_len), seconds_on_gpu)
     wait = torch.cuda.Event.synchronize if peers is None else peers.wait_for
-    return GpuModelRunner(tapped, pool, batches, decode=decode, wait=wait, state_pool=state_pool)
+    return GpuModelRunner(
+        tapped,
+        pool,
+        batches,
+        decode=decode,
+        wait=wait,
+        state_pool=state_pool,
+        is_alone=peers is None,
+        measured=measured,
+    )
 
 
 @torch.inference_mode()
 def compute_largest_step(decoder: Decoder, settings: GpuSettings, begin_step: BeginStep = alone) -> None:
     """Compute the largest step that the settings allow, so that the allocator's peak includes it. Store no KV.
 
-    Unless eager, the peak includes the tensors of decode batches: scratch of attention, tables and work lists.
+    Unless eager, the peak includes the tensors of decode batches: scratch of attention, tables, work lists and logits.
     """
-    spec, size = decoder.spec, settings.block_size
+    size = settings.block_size
     length = min(settings.max_num_batched_tokens, decoder.max_model_len)
     count = max(1, settings.max_num_batched_tokens // length)
-    dtype, device, kv_dtype = decoder.dtype, decoder.device, settings.kv_dtype or decoder.dtype
-    limits = AttentionLimits(spec, size, decoder.max_model_len, dtype, device, kv_dtype=kv_dtype)
-    pool = KVPool(spec.kv_layers, 1, size, kv_dtype, device)
-    pools = pools_by_layer(spec, pool.layers, _state_pool(decoder, 1))
+    limits, pools = _without_kv(decoder, settings)
     num_logits = min(max(settings.max_num_seqs, SCORED_AT_ONCE), length * count)
     shape = StepShape(0, (length,) * count, num_logits)
-    batches = StepBatches(limits, settings.max_num_seqs)
-    apart = replace(limits, windows_apart=any(window is not None for window in spec.windows))
+    batches = StepBatches(replace(limits, windows_apart=False), settings.max_num_seqs)
     # Held while the step is computed.
-    decode = None if settings.enforce_eager else DecodeTensors(apart, settings.max_num_seqs)
+    decode = None if settings.enforce_eager else DecodeTensors(limits, settings.max_num_seqs)
     logits = launch_blank_step(decoder, pools, batches, shape, size, begin_step)
     # Penalties and log probabilities each make a copy of the logits in fp32.
     widened = logits.float()
     widened.clone().log_softmax(-1)
     del decode
+
+
+def measure_graphs(decoder: Decoder, settings: GpuSettings) -> int:
+    """Return the bytes that graphs of all sizes will take on a GPU: capture the largest, and release it.
+
+    Graphs share one pool for what they compute, which the largest fills; the driver copies the nodes of each.
+    """
+    device = decoder.device
+    if device.type != "cuda":
+        return 0
+    limits, pools = _without_kv(decoder, settings)
+    sizes = capture_sizes(settings.max_num_seqs)
+    decode = DecodeSteps(HeardDecoder(decoder, pools), limits, sizes[-1:])
+
+    def taken() -> tuple[int, int]:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free, torch.cuda.memory_reserved(device)
+
+    used, reserved = taken()
+    decode.capture()
+    used_then, reserved_then = taken()
+    decode.release()
+    return graphs_of_all_sizes(used_then - used, reserved_then - reserved, len(sizes))
+
+
+def graphs_of_all_sizes(used_bytes: int, pool_bytes: int, num_sizes: int) -> int:
+    """Return the bytes of all graphs from those of the largest: `used_bytes`, `pool_bytes` of them for its tensors."""
+    pool_bytes = max(0, pool_bytes)
+    return pool_bytes + num_sizes * max(0, used_bytes - pool_bytes)
+
+
+def _without_kv(decoder: Decoder, settings: GpuSettings) -> tuple[AttentionLimits, KvPools]:
+    """Return limits and pools for steps that store nothing."""
+    spec, size = decoder.spec, settings.block_size
+    dtype, device, kv_dtype = decoder.dtype, decoder.device, settings.kv_dtype or decoder.dtype
+    apart = any(window is not None for window in spec.windows)
+    limits = AttentionLimits(spec, size, decoder.max_model_len, dtype, device, kv_dtype, apart)
+    pool = KVPool(spec.kv_layers, 1, size, kv_dtype, device)
+    return limits, pools_by_layer(spec, pool.layers, _state_pool(decoder, 1))
 
 
 def _state_pool(decoder: Decoder, num_rows: int) -> StatePool | None:
@@ -154,7 +207,7 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def free_for_kv(device: torch.device, settings: GpuSettings) -> int:
+def free_for_kv(device: torch.device, settings: GpuSettings, graph_bytes: int) -> int:
     """Return the bytes left for KV on this device. Call it after `compute_largest_step`."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -164,5 +217,5 @@ def free_for_kv(device: torch.device, settings: GpuSettings) -> int:
         reserved_bytes=torch.cuda.memory_reserved(device),
         peak_bytes=torch.cuda.max_memory_allocated(device),
         utilization=settings.gpu_memory_utilization,
-        with_graphs=not settings.enforce_eager,
+        graph_bytes=graph_bytes,
     )

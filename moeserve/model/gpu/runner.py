@@ -11,9 +11,11 @@ rank without rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,7 +30,7 @@ from moeserve.model.kv_pool import KVPool
 from moeserve.model.sampler import SampledStep, sample_step
 from moeserve.model.state_pool import StatePool
 from moeserve.model.step_arrays import StepArrays, StepShape, padded_size, step_arrays
-from moeserve.plan import StepPlan, StepResult, wanted_logits
+from moeserve.plan import ChunkResult, StepPlan, StepResult, wanted_logits
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 Wait = Callable[[torch.cuda.Event], None]
 
 _WARM_UP_ROUNDS = 2
+_NO_MEMORY = "the GPU had no memory for this prompt beside the others of its step"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -46,7 +51,8 @@ class LaunchedStep:
     """A step on the device's queue.
 
     sampled: None for a step without rows. event: comes after everything that `result` reads; None on a CPU. routing: of
-    the step's rows, on its way to the host; None without a tap.
+    the step's rows, on its way to the host; None without a tap. num_left_out: the plan's last chunks, for which the
+    device had no memory. begun: comes before everything that the step computes.
     """
 
     plan: StepPlan
@@ -54,6 +60,8 @@ class LaunchedStep:
     event: torch.cuda.Event | None
     wait: Wait = torch.cuda.Event.synchronize
     routing: StepRouting | None = None
+    num_left_out: int = 0
+    begun: torch.cuda.Event | None = None
 
     @property
     def done(self) -> bool:
@@ -61,10 +69,15 @@ class LaunchedStep:
 
     def result(self) -> StepResult:
         """Wait for the device and return the step's result."""
-        if self.event is not None:
+        seconds, waited_s = None, 0.0
+        if self.event is not None and self.begun is not None:
+            began = time.perf_counter()
             self.wait(self.event)
+            waited_s = time.perf_counter() - began
+            seconds = self.begun.elapsed_time(self.event) / 1000
         results = [] if self.sampled is None else self.sampled.results()
-        return StepResult(self.plan.step, results, self.routing)
+        results += [ChunkResult(error=_NO_MEMORY)] * self.num_left_out
+        return StepResult(self.plan.step, results, self.routing, seconds=seconds, waited_s=waited_s)
 
 
 class GpuModelRunner:
@@ -82,29 +95,69 @@ class GpuModelRunner:
         decode: DecodeSteps | None,
         wait: Wait = torch.cuda.Event.synchronize,
         state_pool: StatePool | None = None,
+        is_alone: bool = True,
+        measured: Sequence[tuple[int, float]] = (),
     ) -> None:
         """computes: a decoder over `kv_pool` and `state_pool`, which is None without recurrent layers. decode: batches
         for decode steps; None launches every step's kernels (`--enforce-eager`). wait: among several ranks, a wait with
-        a time limit.
+        a time limit. is_alone: no other rank computes its part of each step. measured: tokens and seconds of steps
+        with one prompt each, see `moeserve.scheduling.pacing.Pace`.
         """
         self._computes = computes
         self.kv_pool = kv_pool
         self.state_pool = state_pool
+        self.measured = measured
         self._batches = batches
         self._decode = decode
         self._wait = wait
+        # A state that advanced cannot be computed again, nor can rows that other ranks have taken.
+        self._can_repeat = is_alone and state_pool is None
         self._drawn: Tensor | None = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step. Launch at most one more before it is done: until then a step needs its tensors on the device.
 
-        Blocks need no clearing between requests: no kernel reads a slot that its sequence has not written.
+        Blocks need no clearing between requests: no kernel reads a slot that its sequence has not written. A step for
+        which memory is short is launched again without its newest prompts, whose results are then errors. Raise
+        torch.cuda.OutOfMemoryError if that does not help.
         """
+        shortage = ""
+        for num_left_out in _prompts_left_out(plan) if self._can_repeat else (0,):
+            part = plan if not num_left_out else replace(plan, chunks=plan.chunks[:-num_left_out])
+            try:
+                launched = self._launch(part) if part.chunks or part is plan else LaunchedStep(part, None, None)
+            except torch.cuda.OutOfMemoryError as error:
+                shortage = str(error)
+            else:
+                return launched if part is plan else self._with_left_out(launched, plan, num_left_out)
+            # Outside of the handler, where the error no longer holds the tensors of the failed attempt.
+            log.warning("step %d lacked GPU memory with %d prompts left out: %s", plan.step, num_left_out, shortage)
+            torch.cuda.empty_cache()
+        raise torch.cuda.OutOfMemoryError(shortage)
+
+    def _with_left_out(self, launched: LaunchedStep, plan: StepPlan, num_left_out: int) -> LaunchedStep:
+        """Return a step without the last chunks of `plan` as the whole plan's.
+
+        A plan that follows may name the tokens of these chunks by their places; its results for them are dropped.
+        """
+        missing = sum(chunk.num_sampled_rows for chunk in plan.chunks[-num_left_out:])
+        if missing:
+            blank = torch.zeros(missing, dtype=torch.int64, device=self._computes.decoder.device)
+            self._drawn = (
+                blank
+                if launched.sampled is None or launched.sampled.drawn is None
+                else torch.cat([launched.sampled.drawn.token_ids, blank])
+            )
+        return replace(launched, plan=plan, routing=None, num_left_out=num_left_out)
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        begun = _mark(self._computes.decoder.device)
         if plan.copied_blocks:
             self.kv_pool.copy_blocks(plan.copied_blocks, plan.copied_windows)
         if not plan.chunks:
-            return LaunchedStep(plan, None, _mark(self._serve_others()), self._wait)
+            self._serve_others()
+            return LaunchedStep(plan, None, _mark(self._computes.decoder.device), self._wait, begun=begun)
         arrays = step_arrays(plan.chunks, self.kv_pool.block_size)
         logit_rows, places = wanted_logits(plan.chunks)
         scores_prompts = any(chunk.extras is not None and chunk.extras.prompt_targets for chunk in plan.chunks)
@@ -118,7 +171,7 @@ class GpuModelRunner:
         sampled = sample_step(decoder, plan.chunks, places, computed.states, computed.logits, self._drawn)
         if sampled.drawn is not None:
             self._drawn = sampled.drawn.token_ids
-        return LaunchedStep(plan, sampled, _mark(computed.states), self._wait, routing)
+        return LaunchedStep(plan, sampled, _mark(decoder.device), self._wait, routing, begun=begun)
 
     def close(self) -> None:
         """Release the captured graphs."""
@@ -140,10 +193,18 @@ class GpuModelRunner:
         return self._computes.decoder.serve_others()
 
 
-def _mark(queued: Tensor) -> torch.cuda.Event | None:
-    if queued.device.type != "cuda":
+def _prompts_left_out(plan: StepPlan) -> Iterator[int]:
+    """Yield how many of a plan's last chunks to leave out: none, none again with more memory, then more prompts."""
+    yield 0
+    yield 0
+    prompts = (place for place, chunk in enumerate(plan.chunks) if len(chunk.token_ids) > chunk.num_sampled_rows)
+    yield from range(1, 1 + len(plan.chunks) - next(prompts, len(plan.chunks)))
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
@@ -268,7 +329,7 @@ class DecodeSteps:
     ) -> None:
         """sizes: ascending, see `capture_sizes`. peers: None on a single rank."""
         self._computes, self._sizes, self._peers = computes, tuple(sizes), peers
-        tensors = DecodeTensors(limits, self._sizes[-1])
+        self._tensors = tensors = DecodeTensors(limits, self._sizes[-1])
         self._batches = {size: DecodeBatch(limits, size, tensors) for size in self._sizes}
         self._graphs: dict[int, _Captured] = {}
 
@@ -325,5 +386,10 @@ class DecodeSteps:
             return _Captured(graph, self._compute(batch), partial(peers.replayed, traffic))
 
     def _compute(self, batch: DecodeBatch) -> Computed:
+        """Compute a batch into the lasting outputs, so that a graph keeps none of its own."""
         batch.update_works()
-        return self._computes(batch.batch)
+        computed, tensors = self._computes(batch.batch), self._tensors
+        assert computed.logits is not None
+        size = len(computed.states)
+        states, logits = tensors.states[:size].copy_(computed.states), tensors.logits[:size].copy_(computed.logits)
+        return Computed(states, logits, computed.routing)

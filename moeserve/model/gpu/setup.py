@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from moeserve.model.step_arrays import ExtendLimits, StepArrays, StepShape, shar
 Choice = Callable[[int], Hashable]
 # Called before every launched step: ranks need the sizes of each other's steps.
 BeginStep = Callable[[StepShape], None]
+Clock = Callable[[Callable[[], object]], float]
+# The shares of the largest step whose time is measured, as divisors.
+_MEASURED_PARTS = (16, 4, 1)
 
 
 def alone(_: StepShape) -> None:
@@ -73,6 +77,30 @@ def launch_blank_step(
     arrays = blank_arrays(shape, block_size, decoder.spec.vocab_size)
     rows = range(arrays.num_rows - shape.num_logits, arrays.num_rows)
     return decoder.forward(batches.make(arrays, rows, None), kv_pools)
+
+
+@torch.inference_mode()
+def measure_steps(launch: Callable[[StepShape], object], max_tokens: int, clock: Clock) -> list[tuple[int, float]]:
+    """Return tokens and seconds of steps with one prompt each, of up to `max_tokens` tokens; each is launched twice.
+
+    clock: returns the seconds that a device takes for what a function launches.
+    """
+    measured = []
+    for count in sorted({max(1, max_tokens // part) for part in _MEASURED_PARTS}):
+        shape = StepShape(0, (count,), 1)
+        launch(shape)  # The allocator gets memory for this size.
+        measured.append((count, clock(partial(launch, shape))))
+    return measured
+
+
+def seconds_on_gpu(launch: Callable[[], object]) -> float:
+    """Return the seconds that the current GPU takes for what `launch` queues."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    launch()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
 
 
 def blank_arrays(shape: StepShape, block_size: int, vocab_size: int) -> StepArrays:

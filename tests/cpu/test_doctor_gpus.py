@@ -1,0 +1,93 @@
+"""What `moeserve doctor` says of GPUs that are not here: which serve a model, and what does not fit them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve.config import ServeConfig
+from moeserve.engine.doctor import examine, setups_of
+from moeserve.machine import Gpu
+from tests.cpu.test_doctor import GIB, MACHINE, QWEN3, folder_of
+from tests.support.recorded_gpus import GPUS
+
+DENSE = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+LATENT = {
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+    "max_position_embeddings": 32768,
+    "dtype": "bfloat16",
+}
+
+
+def setups(folder: Path, gpu: Gpu, fields: dict[str, Any], config: ServeConfig) -> list[Any]:
+    found = setups_of(examine(folder_of(fields, folder)), replace(MACHINE, gpus=(gpu,)), config)
+    return [setup for setup in found if setup.device == "cuda"]
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_card_since_ampere_serves_a_dense_model_and_an_older_one_is_left_out(
+    gpu: Gpu, head_dim: int, tmp_path: Path
+) -> None:
+    found = setups(tmp_path, gpu, {**DENSE, "head_dim": head_dim}, ServeConfig())
+    assert [setup.obstacle for setup in found] == ([None] if gpu.capability >= (8, 0) else [])
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu.obstacle is None], ids=lambda gpu: gpu.name)
+def test_every_card_since_ampere_serves_a_30b_of_experts_in_some_way(gpu: Gpu, tmp_path: Path) -> None:
+    found = setups(tmp_path, gpu, QWEN3, ServeConfig())
+    assert found[-1].obstacle is None
+    # Whole in bfloat16 it takes 57 GiB.
+    assert (found[0].obstacle is None) == (gpu.total_bytes > 70 * GIB)
+
+
+def test_fp8_is_refused_on_a_card_that_lacks_it(tmp_path: Path) -> None:
+    ampere = next(gpu for gpu in GPUS if "RTX3090" in gpu.name)
+    (setup,) = setups(tmp_path, ampere, DENSE, ServeConfig(kv_cache_dtype="fp8_e4m3"))
+    assert setup.obstacle == "--device cuda: compute capability 8.6 is below 8.9, which fp8 needs."
+
+
+def test_latent_attention_in_float32_is_refused_where_a_program_has_little_shared_memory(tmp_path: Path) -> None:
+    small, large = (next(gpu for gpu in GPUS if name in gpu.name) for name in ("RTX4090", "H100"))
+    said = {
+        gpu.name: setups(tmp_path, replace(gpu, total_bytes=200 * GIB, free_bytes=199 * GIB), LATENT, config)[
+            0
+        ].obstacle
+        for gpu in (small, large)
+        for config in (ServeConfig(dtype="float32"),)
+    }
+    assert said[large.name] is None
+    assert said[small.name] == (
+        "--device cuda: attention with heads of 576 elements in float32 needs 107520 bytes of shared memory, and the "
+        "GPU allows 101376."
+    )
