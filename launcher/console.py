@@ -116,7 +116,7 @@ def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: l
     if ready.no_compiled_kernels is not None:
         lines.append(f"  kernels  torch, several times slower than compiled ones. {ready.no_compiled_kernels}")
     if gpus and not ready.device.startswith("cuda"):
-        lines.append(f"  GPU      {gpus[0]} found, not used: --device cuda is there to be tried")
+        lines.append(f"  GPU      {gpus[0]} found, not used")
     return "\n".join(lines)
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.auto_model import TOKENS_OF_AGENTS
+from launcher.gpu_choice import GpuHangs, remember, run_probe
+from launcher.gpu_probe import Checked, Found, Line
 from launcher.preflight import gpu_names, usable_cores
 from launcher.server_client import named_server_option
 from launcher.settings_options import some_settings
@@ -74,6 +76,9 @@ _OF_EXPERT_MEMORY = "How often tokens choose experts that are not in memory, and
 @click.option("--gpus", metavar="NxNAME", help="Plan for GPUs that are elsewhere, as 8xH100-80G.")
 @click.option("--memory", metavar="SIZE", help="Plan for a machine that has this free memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
+@click.option(
+    "--gpu", "checks_gpu", is_flag=True, help="Check that the GPU computes what a CPU does, and nothing else."
+)
 @some_settings(*_SETTINGS)
 def doctor(
     model: str | None,
@@ -82,6 +87,7 @@ def doctor(
     gpus: str | None,
     memory: str | None,
     as_json: bool,
+    checks_gpu: bool,
     **flags: Any,
 ) -> None:
     """Describe MODEL and say which ways of serving it fit into this machine. Without MODEL, describe this machine.
@@ -95,14 +101,19 @@ def doctor(
             raise click.UsageError("--url looks at a service that runs: give no MODEL beside it.")
         _look_at(url, None if api_key is None else api_key.split(",")[0], as_json=as_json)
         return
+    if checks_gpu:
+        if model is not None:
+            raise click.UsageError("--gpu checks the GPU alone: leave MODEL out.")
+        sys.exit(_check_gpu(run_probe(["--check"])))
     try:
         settings = {environment_name(setting) for setting in fields(ServeConfig) if setting.name in _SETTINGS}
-        config = load_config(flags, {name: value for name, value in os.environ.items() if name in settings})
+        environment = {name: value for name, value in os.environ.items() if name in settings}
+        config, on_gpu = load_config(flags, environment), load_config(flags | {"device": "cuda"}, environment)
         if model is not None:
             model = load_config({"model": model}, {}).model
-        config = replace(config, model=model)
+        config, on_gpu = replace(config, model=model), replace(on_gpu, model=model)
         read = _reader(config, gpus, memory)
-        report = _report_of_files(model, config, read) or _report(model, config, read)
+        report = _report_of_files(model, config, read) or _report(model, config, on_gpu, read)
     except ConfigError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
@@ -110,6 +121,26 @@ def doctor(
         click.echo(f"Error: {error}", err=True)
         sys.exit(1)
     click.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
+
+
+def _check_gpu(lines: Iterator[Line]) -> int:
+    """Print what a probe finds as a table, and remember it for `--device auto`. Return the exit code."""
+    told: list[Checked] = []
+    try:
+        for line in lines:
+            if isinstance(line, Found) and line.absence:
+                click.echo(f"Error: {line.absence}.", err=True)
+                return 1
+            if isinstance(line, Checked):
+                told.append(line)
+                click.echo(f"  {line.name:<30} {line.seconds:6.1f} s  {line.fault or 'passed'}")
+    except GpuHangs as error:
+        click.echo(f"Error: {error}.", err=True)
+        return 1
+    faults = [f"{check.name}: {check.fault}" for check in told if check.fault]
+    remember(gpu_names(), faults)
+    click.echo(f"{len(told) - len(faults)} of {len(told)} checks passed.")
+    return int(bool(faults))
 
 
 def _look_at(url: str, api_key: str | None, *, as_json: bool) -> None:
@@ -161,7 +192,7 @@ def _report_of_files(model: str | None, config: ServeConfig, read: Callable[[], 
     return None if found is None else _FilesReport(*found)
 
 
-def _report(model: str | None, config: ServeConfig, read: Callable[[], Machine]) -> _Report:
+def _report(model: str | None, config: ServeConfig, on_gpu: ServeConfig, read: Callable[[], Machine]) -> _Report:
     if model is None:
         return _Report(None, read(), [])
     # The model first: its faults are reported at once.
@@ -170,8 +201,8 @@ def _report(model: str | None, config: ServeConfig, read: Callable[[], Machine])
 
     known = examine(resolve_config(model, revision=config.revision, offline=config.offline))
     machine = read()
-    config = replace(config, revision=None, offline=False)
-    setups = [one for one in setups_of(known, machine, config) if config.device in ("auto", one.device)]
+    config, on_gpu = (replace(each, revision=None, offline=False) for each in (config, on_gpu))
+    setups = [one for one in setups_of(known, machine, config, on_gpu) if config.device in ("auto", one.device)]
     fits = any(setup.obstacle is None for setup in setups)
     if config.device == "cuda":
         return _Report(known, machine, setups)

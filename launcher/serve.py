@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from launcher.console import ProgressDisplay, ready_banner
+from launcher.gpu_choice import choose, run_probe
 from launcher.logs import LogStream
 from launcher.node_supervisor import NodeSupervisor
 from launcher.preflight import (
@@ -62,7 +63,11 @@ def serve(config_file: Path | None, **flags: Any) -> None:
         check_machine()
         config = load_config(flags, os.environ, config_file)
         check_all(config)
-        sys.exit(run_first_node(config, errors) if config.node_rank == 0 else _run_other_node(config, errors))
+        if config.node_rank:
+            sys.exit(_run_other_node(config, errors))
+        sys.exit(
+            run_first_node(config, errors, lambda: load_config(flags | {"device": "cuda"}, os.environ, config_file))
+        )
 
 
 @contextmanager
@@ -81,17 +86,22 @@ def faults_in_words(errors: Console, code: int) -> Iterator[None]:
 
 
 def run_first_node(
-    config: ServeConfig, errors: Console, *, worker_module: str | None = None, meets_in_store: bool = False
+    config: ServeConfig,
+    errors: Console,
+    on_gpu: Callable[[], ServeConfig] | None = None,
+    *,
+    worker_module: str | None = None,
+    meets_in_store: bool = False,
 ) -> int:
     """Serve HTTP over an engine, with all ranks of this node unless `worker_module` names another worker.
+
+    on_gpu: returns the settings for a GPU, which `--device auto` may take; without it `auto` is the CPU.
 
     Return the exit code. Raise LaunchError, ModelError or ConfigError if the service cannot start.
     """
     meets_in_store = meets_in_store or config.nnodes > 1
     if meets_in_store and config.sleep_after is not None:
         raise ConfigError("--sleep-after is for one node that starts its ranks itself: others could not be woken.")
-    if not config.num_frontends:
-        config = replace(config, num_frontends=frontends_for(usable_cores(), config.max_num_seqs))
     # Until the supervisor owns the signals, they must still remove the run directory.
     _exit_on_signals()
     if not is_loopback(config.host) and not (config.api_key or config.api_key_file):
@@ -103,6 +113,10 @@ def run_first_node(
         progress = ProgressDisplay(errors)
         with closing(progress):
             model_dir = resolve(config, progress.update)
+            if config.device == "auto" and on_gpu is not None:
+                config = _on_chosen_device(config, on_gpu, model_dir, progress, errors)
+        if not config.num_frontends:
+            config = replace(config, num_frontends=frontends_for(usable_cores(), config.max_num_seqs))
         with run_directory(os.environ) as directory, closing(progress), ExitStack() as stack:
             context = make_context(config, model_dir, directory, meets_in_store=meets_in_store)
             store = stack.enter_context(response_store(context, partial(say, errors, "Notice")))
@@ -113,6 +127,18 @@ def run_first_node(
             if config.nnodes > 1:
                 click.echo(f"Node 0 of {config.nnodes}: waits for the others at {config.rdzv_endpoint}.", err=True)
             return asyncio.run(supervisor.run())
+
+
+def _on_chosen_device(
+    config: ServeConfig, on_gpu: Callable[[], ServeConfig], folder: Path, progress: ProgressDisplay, errors: Console
+) -> ServeConfig:
+    """Return the settings for the GPU if it is to be used, else `config`, and say why."""
+    of_gpu = on_gpu()
+    choice = choose(gpu_names(), folder, of_gpu, progress.update, run_probe)
+    progress.close()
+    if choice.sentence:
+        say(errors, "Notice", choice.sentence)
+    return config if choice.device == "cpu" else of_gpu
 
 
 def _run_other_node(config: ServeConfig, errors: Console) -> int:

@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
+from moeserve.model.dummy import dummy_index, is_dummy_folder
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.packed.config import quantization_in
 from moeserve.model.packed.parts import joined_matrices
@@ -28,6 +29,8 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
     """
     if is_gguf_folder(directory):
         return _read_gguf(directory)
+    if is_dummy_folder(directory):
+        return dummy_index(directory)
     return joined_matrices(read_headers(directory), quantization_in(directory))
 
 

@@ -15,6 +15,8 @@ from moeserve.model.checkpoint import (
     mxfp4_expert_tensors,
     outer_tensors,
 )
+from moeserve.model.dummy import write_dummy_index
+from moeserve.model.families import build_spec, load_config
 from moeserve.model.packed.parts import fp8_dtype
 from moeserve.model.spec import DecoderSpec, QuantizationSpec
 from moeserve.model.stored import TensorInfo, item_bits
@@ -78,6 +80,13 @@ def expected_index(spec: DecoderSpec, dtype: str) -> dict[str, TensorInfo]:
         else:
             index |= _infos(fused_expert_tensors(spec, layer), dtype, spec.quantization)
     return index
+
+
+def write_dummy(directory: Path) -> None:
+    """Make a folder that holds a configuration a model whose weights are drawn, see `moeserve.model.dummy`."""
+    config = load_config(directory)
+    dtype = stored_dtype(config.get("dtype") or config.get("torch_dtype")) or "BF16"
+    write_dummy_index(expected_index(build_spec(config), dtype), directory)
 
 
 def _count(tensors: Mapping[str, TensorRef]) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.weight_formats import QuantizedRows, rows_of_mxfp4
 from moeserve.model.checkpoint import StoredTensor
+from moeserve.model.dummy import draw_into, is_dummy
 from moeserve.model.packed.tensors import expand_fp8, read_numbers, read_rows
 from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import PackedPart, TensorInfo
@@ -70,13 +71,19 @@ class TensorReader:
 
     def read_into(self, stored: StoredTensor, out: Tensor) -> None:
         """Fill ``out`` in its own dtype. Its shape may differ from the stored one by dimensions of 1."""
-        if not self._read_fp8_into(stored, None, out):
+        info = self._index[stored.name]
+        if is_dummy(info):
+            draw_into(stored.name, info, out)
+        elif not self._read_fp8_into(stored, None, out):
             out.copy_(self._whole(stored.name).view(out.shape))
         self._advance(stored.num_bytes)
 
     def read_expert_into(self, stored: StoredTensor, expert: int, out: Tensor) -> None:
         """Fill ``out`` with row ``expert`` of a tensor of all experts, viewed in the shape of ``out``."""
-        if not self._read_fp8_into(stored, expert, out):
+        info = self._index[stored.name]
+        if is_dummy(info):
+            draw_into(stored.name, info, out, expert)
+        elif not self._read_fp8_into(stored, expert, out):
             out.copy_(self._row(stored.name, expert).view(out.shape))
         self._advance(stored.num_bytes // stored.shape[0])
 

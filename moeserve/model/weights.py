@@ -6,6 +6,7 @@ Tensors go to the device of the decoder's operations, one layer at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from moeserve.model.checkpoint import (
 )
 from moeserve.model.decoder import Border, Decoder, DecoderLayer, GqaAttention, MlaAttention, MtpLayer
 from moeserve.model.delta_net import GatedDeltaNet, by_part
+from moeserve.model.dummy import is_dummy_folder
 from moeserve.model.expert_weights import ExpertReader
 from moeserve.model.rounding import NO_ROUNDING, Rounding, fine
 from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, DeltaNetSpec, MlaSpec
@@ -73,7 +75,8 @@ def load_decoder(
     plan, first = plan_weights(spec, index, owned_experts), 0
     if border is not None:
         plan, first = plan.of_stage(border.stage, spec), border.stage.first
-    with TensorReader(index, plan.num_bytes, progress=progress, forgets=forgets_files) as reader:
+    drawn = torch.device(ops.device) if is_dummy_folder(directory) else nullcontext()  # there, rather than copied
+    with TensorReader(index, plan.num_bytes, progress=progress, forgets=forgets_files) as reader, drawn:
         first_place = sum(spec.sparse_layers[:first])
         loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers, rounding, packed_experts, first_place)
         embedding = loader.embedding(plan.outer["embedding"]) if "embedding" in plan.outer else None
