@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, TypeVar
 
+from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import require
 
 
@@ -125,7 +126,8 @@ class BlockCopies:
     A block that leaves tree and leases while it is copied is *in copy* until the copy has ended, and is freed then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self._allocator = allocator
         self.queue: WriteQueue[int] = WriteQueue()
         # By block that is being copied: its copy if it is written, and True once nothing but the copy holds it.
         self._copied: dict[int, tuple[BlockCopy | None, bool]] = {}
@@ -166,16 +168,18 @@ class BlockCopies:
         return taken
 
     def begin(self, blocks: Iterable[int]) -> None:
-        """Record that a lease's blocks are being filled."""
+        """Record that a lease's blocks are being filled; `end` ends each. They are freed only after that."""
         for block in blocks:
             require(block not in self._copied, f"block {block} is copied twice at once")
             self._copied[block] = (None, False)
 
-    def end(self, block: int) -> tuple[bool, bool]:
-        """Record the end of a block's copy. Return whether it is to be freed now, and whether its file may stay."""
+    def end(self, block: int) -> bool:
+        """Record the end of a block's copy; free the block if nothing holds it. Return whether its file may stay."""
         copy, is_alone = self._copied.pop(block)
-        self.num_in_copy -= is_alone
-        return is_alone, copy is None or self.queue.end(copy.name)
+        if is_alone:
+            self.num_in_copy -= 1
+            self._allocator.free([block])
+        return copy is None or self.queue.end(copy.name)
 
     def let_go(self, blocks: Iterable[int]) -> list[int]:
         """Return the blocks that can be freed now; a copied block is freed after its copy. Nothing else holds them."""

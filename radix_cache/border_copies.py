@@ -14,7 +14,7 @@ from dataclasses import replace
 from radix_cache.block_copies import BlockCopy, Kind, WriteQueue
 from radix_cache.nodes import Snapshot
 from radix_cache.snapshots import SnapshotTable
-from radix_cache.window_blocks import WindowBlocks
+from radix_cache.window_blocks import Windows
 
 # The KV block that has a window block, or a snapshot.
 _Owner = int | Snapshot
@@ -27,7 +27,7 @@ class BorderCopies:
     has ended.
     """
 
-    def __init__(self, windows: WindowBlocks | None, snapshots: SnapshotTable) -> None:
+    def __init__(self, windows: Windows, snapshots: SnapshotTable) -> None:
         self._windows, self._snapshots = windows, snapshots
         # `BlockCopy.block` is set when they are taken.
         self.queue: WriteQueue[_Owner] = WriteQueue()
@@ -50,7 +50,7 @@ class BorderCopies:
         owner = self._lent.pop(copy.name)
         if isinstance(owner, Snapshot):
             self._snapshots.take_back(copy.block)
-        elif self._windows is not None:
+        else:
             self._windows.take_back(owner, copy.block)
         return self.queue.end(copy.name)
 
@@ -66,6 +66,4 @@ class BorderCopies:
                 return None
             self._snapshots.lend(owner)
             return owner.row
-        if self._windows is None or not self._windows.has(owner):
-            return None
-        return self._windows.lend(owner)
+        return self._windows.lend(owner) if self._windows.has(owner) else None

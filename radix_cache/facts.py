@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from radix_cache.nodes import Node
@@ -31,6 +31,27 @@ class Evicted:
 
 
 Fact = Published | Evicted
+
+
+class Facts:
+    """The facts of one tree, for those who tell others."""
+
+    def __init__(self, facts: list[Fact] | None, roots: Mapping[str, Node]) -> None:
+        """facts: to which the tree adds, None if nobody wants to know. roots: by namespace."""
+        self._facts = facts
+        self._roots = roots
+
+    def take(self) -> list[Fact]:
+        """Return the publications and evictions since the last call, in order."""
+        if not self._facts:
+            return []
+        taken = self._facts[:]
+        self._facts.clear()
+        return taken
+
+    def published(self) -> Iterator[Published]:
+        """Yield all that is cached, as if it had been published just now. O(blocks)."""
+        return facts_of(self._roots.values())
 
 
 def facts_of(roots: Iterable[Node]) -> Iterator[Published]:

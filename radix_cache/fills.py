@@ -40,7 +40,7 @@ class Fill:
         """Record that the first `num_filled` copies are done, and enter their blocks into the tree."""
         cache, lease = self.cache, self.lease
         for copy in self.copies[self.num_beside :]:
-            cache.end_copy(copy.block)
+            cache.copies.end(copy.block)
         is_whole = num_filled == len(self.copies)
         row = _end_beside(self, is_whole=is_whole)
         if lease.owner is cache:
@@ -48,50 +48,43 @@ class Fill:
             if filled > lease.num_published_tokens:
                 cache.free(cache.publish(lease, self.tokens, filled))
             if row is not None and is_whole:
-                cache.keep_snapshot(lease, row, filled)
+                cache.states.keep(lease, row, filled)
                 row = None
             cache.release(lease)
         if row is not None:
-            cache.drop_row(row)
+            cache.states.drop_row(row)
 
 
-def begin_restore(
-    cache: PrefixCache, tokens: array[int], namespace: str, names: list[bytes], spare: int
+def begin_fill(
+    cache: PrefixCache,
+    tokens: array[int],
+    namespace: str,
+    stop: int,
+    spare: int,
+    names: list[bytes] | None = None,
 ) -> Fill | None:
-    """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is stored.
-
-    Return None, with no lease made, if nothing is stored or too few blocks are available. names: see
-    `StoredTree.num_stored`. spare: further blocks that must stay available.
-    """
-    below = cache.lower
-    assert below is not None
-    lease = cache.match(tokens, namespace, names=names)
-    first = lease.num_published_tokens // cache.block_size
-    stop = below.num_stored(tokens, namespace, names, first)
-    row = cache.take_snapshot(lease, stop * cache.block_size) if below.has_states and stop > first else None
-    lacks_row = below.has_states and row is None
-    blocks = _extend_beside(cache, lease, 0 if lacks_row else stop - first, spare)
-    if blocks is None:
-        if row is not None:
-            cache.drop_row(row)
-        return None
-    beside = below.border_copies(lease, tokens, first, row)
-    copies = below.copies_of(blocks, lease, tokens, first)
-    return Fill(cache, lease, tokens[: stop * cache.block_size], first, beside + copies, len(beside))
-
-
-def begin_fill(cache: PrefixCache, tokens: array[int], namespace: str, stop: int, spare: int) -> Fill | None:
     """Lease the cached prefix of `tokens` and blocks up to number `stop`, whose content comes from elsewhere.
 
-    The copies name blocks of memory alone. For the rest see `begin_restore`.
+    Return None, with no lease made, if nothing is to come or too few blocks are available. spare: further blocks that
+    must stay available. names: of blocks that come from the lower tier, with the window blocks and the snapshot that a
+    request needs there (`StoredTree.num_stored`); None for blocks from elsewhere, whose copies name memory alone.
     """
-    lease, size = cache.match(tokens, namespace), cache.block_size
+    lease, size = cache.match(tokens, namespace, names=names), cache.block_size
     first = lease.num_published_tokens // size
-    blocks = _extend_beside(cache, lease, stop - first, spare)
+    below = None if names is None else cache.lower
+    has_states = below is not None and below.has_states and stop > first
+    row = cache.states.take(lease, stop * size) if has_states else None
+    blocks = _extend_beside(cache, lease, 0 if has_states and row is None else stop - first, spare)
     if blocks is None:
+        if row is not None:
+            cache.states.drop_row(row)
         return None
-    copies = [BlockCopy(block, b"", "", index, b"") for index, block in enumerate(blocks, first)]
-    return Fill(cache, lease, tokens[: stop * size], first, copies)
+    if below is None:
+        copies = [BlockCopy(block, b"", "", index, b"") for index, block in enumerate(blocks, first)]
+        return Fill(cache, lease, tokens[: stop * size], first, copies)
+    beside = below.border_copies(lease, tokens, first, row)
+    copies = below.copies_of(blocks, lease, tokens, first)
+    return Fill(cache, lease, tokens[: stop * size], first, beside + copies, len(beside))
 
 
 def _extend_beside(cache: PrefixCache, lease: Lease, count: int, spare: int) -> list[int] | None:
@@ -101,15 +94,14 @@ def _extend_beside(cache: PrefixCache, lease: Lease, count: int, spare: int) -> 
     """
     windows = cache.windows
     is_room = not spare or cache.num_available_to(lease.namespace, count + spare) >= count + spare
-    num_windows = count
-    if windows is not None and count > windows.span:
-        num_windows = windows.span
-        windows.jump(lease, len(lease.block_ids) + count - num_windows)
-    blocks = cache.extend(lease, count, sparing=True, num_windows=num_windows) if count > 0 and is_room else None
+    if count > windows.span:
+        # Only the last of the blocks get window blocks.
+        windows.jump(lease, len(lease.block_ids) + count - windows.span)
+    blocks = cache.extend(lease, count, sparing=True) if count > 0 and is_room else None
     if blocks is None:
         cache.release(lease)
     else:
-        cache.begin_copies(blocks)
+        cache.copies.begin(blocks)
     return blocks
 
 
@@ -122,8 +114,8 @@ def _end_beside(fill: Fill, *, is_whole: bool) -> int | None:
     for copy in fill.copies[: fill.num_beside]:
         if copy.kind is Kind.STATE:
             row = copy.block
-        elif windows is not None:
+        else:
             windows.take_back(lease.block_ids[copy.depth], copy.block)
-    if windows is not None and not is_whole and lease.owner is fill.cache:
+    if not is_whole and lease.owner is fill.cache:
         windows.forsake(lease, fill.first)
     return row

@@ -176,3 +176,8 @@ class Lease:
         self.snapshot: Snapshot | None = None
         self.first_window = 0
         self.ends: dict[int, int] = {}
+
+    @property
+    def is_branch(self) -> bool:
+        """True if other cached prompts continue in another way where the published tokens end."""
+        return self.num_known_tokens > self.num_published_tokens or bool(self.node.children)

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
+from itertools import count as numbers
 from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
-from radix_cache.block_copies import BlockCopies, BlockCopy
+from radix_cache.block_copies import BlockCopies
 from radix_cache.borders import Borders
 from radix_cache.errors import LeaseError, require
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
-from radix_cache.facts import Fact, Published, facts_of
+from radix_cache.facts import Facts
 from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
-from radix_cache.nodes import Fork, Lease, Node, Snapshot
+from radix_cache.needs import Need
+from radix_cache.nodes import Fork, Lease, Node
 from radix_cache.retention import account_of
 from radix_cache.retentions import Retentions
 from radix_cache.room import Room
-from radix_cache.snapshots import SnapshotTable, deepest_snapshot
+from radix_cache.states import States
 from radix_cache.stored import StoredBlocks
 from radix_cache.stored_tree import StoredTree
 from radix_cache.tree import RadixTree
-from radix_cache.window_blocks import AT_END, WindowBlocks
+from radix_cache.window_blocks import WindowBlocks, Windows
 
 # The share of all blocks that `extend` with `sparing` leaves to accounts that hold less.
 _SPARED_SHARE = 0.25
@@ -39,18 +41,15 @@ class PrefixCache:
     blocks, unless a call gives its share. All accounts together pin at most `pin_share` of the blocks, and one account
     half of that, unless it has a share of its own. Time is the caller's, set by `set_time`; there is no clock inside.
 
-    Models with recurrent states give `snapshot_rows`, the rows of the rank's pool of states that hold snapshots. Then a
-    prefix serves only up to a boundary with a snapshot; its KV after that is computed again. The caller takes a row
-    (`take_snapshot`) when it plans a chunk that saves the state at a block boundary, and hands it over with that
-    chunk's commit, after `publish`.
-
-    Models with sliding windows give `num_window_blocks` and `window`, in tokens: layers with a window keep their KV in
-    window blocks, which a lease has for its new blocks and for the last blocks before them. Then a prefix serves only
-    up to a boundary with a complete window (`radix_cache.window_blocks`).
+    Some models need more than KV blocks to go on from a prefix, which then serves only up to a boundary that has it
+    (`radix_cache.needs`). Models with recurrent states give `snapshot_rows`, the rows of the rank's pool of states that
+    hold snapshots (`states`). Models with sliding windows give `num_window_blocks` and `window`, in tokens: layers with
+    a window keep their KV in window blocks, which a lease has for its new blocks and for the last blocks before them
+    (`windows`).
 
     With `stored` there is a lower tier, too: the names of blocks follow them through `publish` and `release`. The
-    caller copies the blocks of `StoredTree.take` or `demote`, and of `begin_restore`, beside the steps, and says when
-    it has; a block that leaves the tree meanwhile is *in copy* and freed after that.
+    caller copies the blocks of `StoredTree.take` or `demote`, and of `begin_fill`, beside the steps, and says when it
+    has; a block that leaves the tree meanwhile is *in copy* and freed after that.
 
     The caller's part: it returns blocks (`release`, `free`) only when no plan in flight names them, and calls `publish`
     only for tokens whose forward has completed. Every method that takes a lease raises LeaseError for one that was
@@ -76,26 +75,43 @@ class PrefixCache:
         """max_recorded_evictions: blocks, of all accounts together. snapshot_rows: None for models without recurrent
         states. num_window_blocks: 0 if all layers keep their KV in the same blocks. window: the number of tokens that
         layers with window blocks see, the new token included. stored: None without a lower tier. num_kept_free: see
-        `demote`. tells_facts: see `take_facts`."""
+        `StoredTree.demote`. tells_facts: whether `facts` has any."""
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caching = caching
-        self._num_kept_free = num_kept_free
         self._allocator = BlockAllocator(num_blocks)
-        self._stateful = snapshot_rows is not None
+        stateful = snapshot_rows is not None
         rows = snapshot_rows if snapshot_rows is not None and caching else range(0)
         self._tree = RadixTree(block_size, max_recorded_evictions, rows, [] if tells_facts else None)
-        self._windows: WindowBlocks | None = None
+        self.copies = BlockCopies(self._allocator)
+        self.facts = Facts(self._tree.facts, self._tree.roots)
+        self.windows = Windows()
         if num_window_blocks:
             excess = self._tree.victims.excess_of
-            self._windows = WindowBlocks(num_blocks, num_window_blocks, block_size, window, excess)
-        self._borders = Borders(self._tree, self._windows, stateful=self._stateful)
+            self.windows = WindowBlocks(num_blocks, num_window_blocks, block_size, window, excess)
+        self._lower: StoredTree | None = None
+        if stored is not None and caching:
+            self._lower = StoredTree(
+                stored,
+                self.copies,
+                self._tree,
+                self.windows,
+                self._allocator,
+                self._free,
+                has_states=stateful,
+                num_kept_free=num_kept_free,
+            )
+        self.states = States(self._tree.snapshots, block_size, self._check, self._lower)
+        needed = ((self.states, stateful), (self.windows, num_window_blocks > 0))
+        self._needs: list[Need] = [need for need, is_needed in needed if is_needed]
+        self._borders = Borders(self._tree, self._needs)
         self.retentions = Retentions(
             self._tree,
-            self._windows,
+            self.windows,
             self._borders,
+            self._check,
             num_blocks=num_blocks,
             retention_share=retention_share,
             pin_share=pin_share,
@@ -105,10 +121,6 @@ class PrefixCache:
         self._num_private_blocks = 0
         self._num_changes = 0
         self._duplicates: set[int] = set()
-        self._copies = BlockCopies()
-        self._lower: StoredTree | None = None
-        if stored is not None and caching:
-            self._lower = StoredTree(stored, self._copies, self._tree, self._windows, has_states=self._stateful)
 
     @property
     def num_free(self) -> int:
@@ -123,7 +135,7 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """The number of blocks that `extend` can give to a lease now. While blocks are copied it may be too low."""
-        num_cached = max(0, self._tree.num_evictable_blocks - self._copies.num_copied)
+        num_cached = max(0, self._tree.num_evictable_blocks - self.copies.num_copied)
         return self._allocator.num_free + num_cached
 
     def num_available_to(self, namespace: str, enough: int | None = None) -> int:
@@ -135,23 +147,19 @@ class PrefixCache:
         if enough is not None:
             num_own = self._tree.victims.num_evictable(account)
             num_evictable = max(self._tree.num_evictable_blocks - num_spared, num_own)
-            num_sure = self._allocator.num_free + max(0, num_evictable - self._copies.num_copied)
+            num_sure = self._allocator.num_free + max(0, num_evictable - self.copies.num_copied)
             if num_sure >= enough:
                 return num_sure
         return max(self._allocator.num_free, self.num_available - self._tree.num_to_spare(account, num_spared))
 
     def room(self, num_spoken_for: int) -> Room | None:
-        """Return the room that a waiting request finds now, None where prefixes need windows or states as well.
+        """Return the room that a waiting request finds now, None where prefixes need more than KV blocks.
 
         num_spoken_for: available blocks that other requests will need.
         """
-        is_told = self._windows is None and not self._stateful
-        return Room(self, self._num_changes, self.num_available - num_spoken_for) if is_told else None
-
-    @property
-    def windows(self) -> WindowBlocks | None:
-        """The window blocks; None if all layers keep their KV in the same blocks."""
-        return self._windows
+        if self._needs:
+            return None
+        return Room(self, self._num_changes, self.num_available - num_spoken_for)
 
     @property
     def num_leased(self) -> int:
@@ -172,13 +180,12 @@ class PrefixCache:
     @property
     def num_in_copy(self) -> int:
         """The number of blocks that neither the tree nor a lease holds any more, but a copy down or up."""
-        return self._copies.num_in_copy
+        return self.copies.num_in_copy
 
     @property
     def num_copied(self) -> int:
         """The number of blocks, window blocks and snapshots that are being copied, held by a lease or not."""
-        num_lent = 0 if self._windows is None else self._windows.num_lent
-        return self._copies.num_copied + num_lent + self._tree.snapshots.num_lent
+        return self.copies.num_copied + sum([need.num_lent for need in self._needs])
 
     @property
     def lower(self) -> StoredTree | None:
@@ -190,23 +197,12 @@ class PrefixCache:
         """True if blocks are shared and kept (`caching`)."""
         return self._caching
 
-    @property
-    def keeps_states(self) -> bool:
-        """True if there are rows for snapshots: prefixes serve up to a boundary with a recurrent state."""
-        return self._tree.snapshots.num_rows > 0
-
-    @property
-    def snapshots(self) -> SnapshotTable:
-        """The rows for snapshots, read-only."""
-        return self._tree.snapshots
-
     def match(
         self, tokens: array[int], namespace: str = "", *, use_cache: bool = True, names: list[bytes] | None = None
     ) -> Lease:
         """Lease the longest cached prefix of `tokens` in whole blocks, but never the last token: its logits are needed.
 
-        If prefixes need states, it ends at a snapshot, which is pinned (`Lease.snapshot`). If they need windows, it
-        ends where a window is complete.
+        If prefixes need more than KV blocks, it ends where that is there, and the lease holds it.
 
         With ``use_cache=False`` the lease starts empty and `advance` adopts nothing, but its blocks may be published.
         names: of the tokens' first blocks (`Lease.names`), to which the lease adds. Raise ValueError if `tokens` are
@@ -222,13 +218,13 @@ class PrefixCache:
         if use_cache and node.children:
             node = self._tree.descend(node, data, lease.block_ids, namespace)
             lease.num_known_tokens = len(lease.block_ids) * self.block_size
-            if self._borders.are_needed:
+            if self._needs:
                 node, depth = self._resume(lease, node, lease.block_ids)
                 del lease.block_ids[depth:]
             lease.node = node
             lease.num_published_tokens = lease.num_cached_tokens = len(lease.block_ids) * self.block_size
-            if self._windows is not None:
-                self._windows.adopt(lease, 0)
+            for need in self._needs:
+                need.adopt(lease, 0)
         self._tree.acquire(node)
         self._leases[number] = lease
         self._next_number = number + 1
@@ -242,25 +238,22 @@ class PrefixCache:
         ValueError where prefixes need states, which are not copied.
         """
         self._check(lease)
-        if self._stateful:
-            raise ValueError("a lease with a recurrent state cannot be forked")
         num_shared = lease.num_published_tokens // self.block_size
         own = lease.block_ids[num_shared : -(-num_tokens // self.block_size)]
         forked = Lease(self, self._next_number, lease.namespace, lease.node, lease.use_cache, list(lease.names))
         forked.block_ids = lease.block_ids[:num_shared]
         forked.num_published_tokens = forked.num_cached_tokens = lease.num_published_tokens
-        forked.num_known_tokens = lease.num_known_tokens
+        forked.num_known_tokens, forked.first_window = lease.num_known_tokens, lease.first_window
+        for need in self._needs:
+            need.fork(forked, num_shared)
         self._tree.acquire(lease.node)
         self._leases[self._next_number] = forked
         self._next_number += 1
-        if self._windows is not None:
-            self._windows.share(forked, min(lease.first_window, num_shared))
         if own and self.extend(forked, len(own), sparing=True) is None:
             self.release(forked)
             return None
         copies = list(zip(own, forked.block_ids[num_shared:], strict=True))
-        of_windows = [] if self._windows is None else self._windows.pairs(copies)
-        return Fork(forked, copies, of_windows)
+        return Fork(forked, copies, self.windows.pairs(copies))
 
     def advance(self, lease: Lease, tokens: array[int]) -> int:
         """Match again: adopt blocks of `tokens` that other leases have published after this lease's published blocks.
@@ -272,22 +265,22 @@ class PrefixCache:
         """
         self._check(lease)
         num_published = lease.num_published_tokens
-        if self._borders.are_needed and not num_published:
+        if self._needs and not num_published:
             self._choose_root(lease, tokens)
         if not lease.node.children or not lease.use_cache:
             return num_published
         adopted: array[int] = array("i")
         node = self._tree.descend(lease.node, self._reusable(tokens, num_published), adopted, lease.namespace)
         first = num_published // self.block_size
-        if adopted and self._borders.are_needed:
+        if adopted and self._needs:
             lease.num_known_tokens = num_published + len(adopted) * self.block_size
             node, depth = self._resume(lease, node, lease.block_ids[:first] + adopted)
             del adopted[depth - first :]
         if not adopted:
             return num_published
         replaced = lease.block_ids[first : first + len(adopted)]
-        if self._windows is not None:
-            self._windows.give_up(replaced)
+        for need in self._needs:
+            need.give_up(replaced)
         self._free(replaced)
         lease.block_ids[first : first + len(adopted)] = adopted
         self._count_private(lease, -len(replaced))
@@ -295,27 +288,24 @@ class PrefixCache:
         lease.node = node
         lease.num_cached_tokens += len(adopted) * self.block_size
         lease.num_published_tokens = num_published + len(adopted) * self.block_size
-        if self._windows is not None:
-            self._windows.adopt(lease, first)
+        for need in self._needs:
+            need.adopt(lease, first)
         return lease.num_published_tokens
 
-    def extend(
-        self, lease: Lease, count: int, *, sparing: bool = False, num_windows: int | None = None
-    ) -> list[int] | None:
+    def extend(self, lease: Lease, count: int, *, sparing: bool = False) -> list[int] | None:
         """Append `count` blocks to the lease, evicting cached blocks as needed.
 
         Victims come from the accounts that hold most (`share`), the least recently used first. sparing: leave a quarter
         of all blocks to cached prefixes of accounts that hold less than the lease's, as far as they have as many.
-        num_windows: how many of the new blocks, the last ones, get window blocks; all by default.
 
-        Return the new ids, or None with nothing changed if fewer than `count` blocks, or window blocks where there are
-        some, are available. Raise ValueError if `count` is negative.
+        Return the new ids, or None with nothing changed if fewer than `count` blocks, or too few window blocks, are
+        available. Raise ValueError if `count` is negative.
         """
         self._check(lease)
-        allocator, windows = self._allocator, self._windows
-        num_windows = count if num_windows is None else num_windows
-        if windows is not None and num_windows > windows.num_available:
-            return None
+        allocator = self._allocator
+        for need in self._needs:
+            if not need.has_room(lease, count):
+                return None
         num_missing = count - allocator.num_free
         if num_missing > 0:
             available = self.num_available_to(lease.namespace, count) if sparing else self.num_available
@@ -329,8 +319,8 @@ class PrefixCache:
         after = block_ids[-1] if block_ids else None
         new = allocator.allocate(count, after)
         if new is not None:
-            if windows is not None:
-                windows.grow(new[count - num_windows :], after, account_of(lease.namespace))
+            for need in self._needs:
+                need.grow(lease, new)
             block_ids.extend(new)
             self._count_private(lease, count)
         return new
@@ -343,20 +333,20 @@ class PrefixCache:
         that must not be cached (after a stop string, say). Raise ValueError if `tokens` or the leased blocks are fewer
         than that.
 
-        Window blocks that have left the window are no longer the lease's.
+        What has left the windows of layers is no longer the lease's.
         """
         self._check(lease)
         size = self.block_size
         first, stop = lease.num_published_tokens // size, num_computed_tokens // size
         if stop <= first or not self._caching:
-            if self._windows is not None:
-                self._windows.slide(lease, num_computed_tokens)
+            for need in self._needs:
+                need.publish(lease, num_computed_tokens)
             return []
         if num_computed_tokens > len(tokens) or stop > len(lease.block_ids):
             raise ValueError(
                 f"{num_computed_tokens} computed tokens, but {len(tokens)} tokens and {len(lease.block_ids)} blocks"
             )
-        if self._borders.are_needed and not first:
+        if self._needs and not first:
             self._choose_root(lease, tokens)
         own = lease.block_ids[first:stop]
         data = tokens[first * size : stop * size].tobytes()
@@ -369,11 +359,8 @@ class PrefixCache:
         if canonical:
             lease.block_ids[first : first + len(canonical)] = canonical
             self._duplicates.update(duplicates)
-        if self._windows is not None:
-            for index, (block, other) in enumerate(zip(duplicates, canonical, strict=True), first):
-                if index >= lease.first_window:
-                    self._windows.exchange(block, other)
-            self._windows.slide(lease, num_computed_tokens)
+        for need in self._needs:
+            need.publish(lease, num_computed_tokens, zip(numbers(first), duplicates, canonical, strict=False))
         if self._lower is not None:
             self._lower.publish(lease, tokens, first + len(canonical), stop)
         return duplicates
@@ -394,7 +381,6 @@ class PrefixCache:
         not kept in the lower tier either.
         """
         self._check(lease)
-        self.end_load(lease)
         if len(lease.block_ids) * self.block_size > lease.num_cached_tokens:
             self._num_changes += 1
         if self._lower is not None:
@@ -404,8 +390,8 @@ class PrefixCache:
         num_published = lease.num_published_tokens // self.block_size
         private = lease.block_ids[num_published:]
         self._count_private(lease, -len(private))
-        if self._windows is not None:
-            self._windows.release(lease)
+        for need in self._needs:
+            need.release(lease)
         self._tree.release(lease.node, lease.namespace)
         if keep_tokens is not None:
             num_dropped = num_published - max(0, keep_tokens) // self.block_size
@@ -419,69 +405,6 @@ class PrefixCache:
     def record_prompt(self) -> None:
         """Record that a part of a prompt was published: another request that begins alike needs less room (`Room`)."""
         self._num_changes += 1
-
-    def expect(self, lease: Lease, num_tokens: int) -> None:
-        """Record that other prompts are likely to diverge from the lease's prompt after its first `num_tokens`.
-
-        Window blocks are kept there as at the end of a prompt. Do nothing without window blocks.
-        """
-        if self._windows is not None:
-            lease.ends.setdefault(num_tokens // self.block_size, AT_END)
-
-    def begin_load(self, lease: Lease) -> int | None:
-        """Return the row of the lease's snapshot, which the next plan loads; None without one. It stays pinned."""
-        self._check(lease)
-        if lease.snapshot is None:
-            return None
-        self._tree.snapshots.record_use(lease.snapshot)
-        return lease.snapshot.row
-
-    def end_load(self, lease: Lease) -> None:
-        """Unpin the lease's snapshot, if it has one: the plan that loads it is committed, or no plan will load it."""
-        self._check(lease)
-        if lease.snapshot is not None:
-            self._tree.snapshots.unpin(lease.snapshot)
-            lease.snapshot = None
-
-    def take_snapshot(self, lease: Lease, num_tokens: int) -> int | None:
-        """Return a row for the state after the first `num_tokens` of a lease, an unpublished block boundary.
-
-        Return None if every other snapshot is pinned, worth more, or of an account that holds fewer. The row is to be
-        given to `keep_snapshot` or `drop_row`.
-        """
-        self._check(lease)
-        depth = lease.num_published_tokens // self.block_size
-        _, above = deepest_snapshot(lease.node, depth, depth)
-        return self._tree.snapshots.take(num_tokens // self.block_size - above, account_of(lease.namespace))
-
-    def keep_snapshot(self, lease: Lease, row: int, num_tokens: int, *, to_lower: bool = False) -> Snapshot | None:
-        """Put the state in `row` at the end of the lease's published tokens, which are the first `num_tokens`.
-
-        to_lower: whether prompts are likely to go on from there, so that it is stored too, if blocks are.
-        If they are not, or none are published, free the row and return None. To be called after the forward that wrote
-        the row. Return the snapshot, or the older one if the boundary already has one.
-        """
-        self._check(lease)
-        if not num_tokens or lease.num_published_tokens != num_tokens:
-            self.drop_row(row)
-            return None
-        snapshot = self._tree.snapshots.place(row, lease.node)
-        if to_lower and self._lower is not None:
-            self._lower.keep_snapshot(lease, snapshot)
-        return snapshot
-
-    def drop_row(self, row: int) -> None:
-        """Free a row that `take_snapshot` returned. Raise KeyError if it did not."""
-        self._tree.snapshots.give_back(row)
-
-    def supersede(self, snapshot: Snapshot) -> None:
-        """Let a snapshot be evicted soon: its only user has saved a later one. Do nothing if it is gone."""
-        self._tree.snapshots.supersede(snapshot)
-
-    def drop_unused(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot from the tree unless it is gone, pinned, or has been of use."""
-        if snapshot.node is not None and not snapshot.pins and not snapshot.uses:
-            self._tree.snapshots.remove(snapshot)
 
     def peek(self, tokens: array[int], namespace: str = "") -> int:
         """Count the tokens that `match` would find in the cache now. Change nothing, not even their recency."""
@@ -505,9 +428,8 @@ class PrefixCache:
         """
         limit = inf if most >= 1 else most * self.num_blocks
         if self._tree.victims.share(account_of(namespace), weight, limit):
-            self._tree.snapshots.reorder()
-            if self._windows is not None:
-                self._windows.reorder()
+            for need in self._needs:
+                need.reorder()
 
     def excess(self, account: str, num_blocks: int | None = None) -> float:
         """Return a measure of an account's holding for its weight, for comparisons.
@@ -526,18 +448,6 @@ class PrefixCache:
         self._check(lease)
         self._tree.record_hit(lease.node, num_tokens)
 
-    def retain(
-        self, lease: Lease, num_tokens: int, ttl: float, share: float | None = None, *, yields: bool = False
-    ) -> None:
-        """Retain the first `num_tokens` of the lease's tokens for `ttl` from now on, as far as they are published.
-
-        Whole blocks only. Within the account's budget the retentions refreshed longest ago give way; the rest that
-        still does not fit is not retained. share: of the account, None for the cache's. yields: give way to all
-        retentions of the account that do not yield.
-        """
-        self._check(lease)
-        self.retentions.retain(lease, num_tokens, ttl, share, yields=yields)
-
     def drop(self, namespaces: Collection[str] | None) -> Iterator[int]:
         """Evict all prefixes of namespaces (None: of all) that no lease protects, retained ones too.
 
@@ -550,63 +460,9 @@ class PrefixCache:
             self._free(evicted)
             yield len(evicted)
 
-    def demote(self) -> list[BlockCopy]:
-        """Let cached blocks leave for the lower tier, in the order of eviction, until `num_kept_free` blocks are free.
-
-        Retained ones stay, and half of all that could be evicted: a request may need them before they are copied.
-        Return the copies of the blocks that are not stored yet; they are in copy until `end_store`.
-        """
-        assert self._lower is not None
-        victims, copies = self._tree.victims, list[BlockCopy]()
-        missing = self._num_kept_free - self._allocator.num_free - self._copies.num_in_copy
-        count = min(missing, self._tree.num_evictable_blocks // 2)
-        while count > 0 and (leaf := victims.next_leaf()) is not None and leaf.retention is None:
-            evicted = self._tree.evict(min(count, len(leaf.blocks)))
-            copies += self._lower.take_evicted(evicted)
-            self._free(evicted)
-            count -= len(evicted)
-        return copies
-
-    def begin_copies(self, blocks: Iterable[int]) -> None:
-        """Record that blocks of a lease are being filled; `end_copy` ends each. They are freed only after that."""
-        self._copies.begin(blocks)
-
-    def end_copy(self, block: int) -> None:
-        """Record that a block of `begin_copies` is filled, or will not be."""
-        is_alone, _ = self._copies.end(block)
-        if is_alone:
-            self._allocator.free([block])
-
-    def end_store(self, copy: BlockCopy, num_bytes: int, now: float) -> None:
-        """Record that a block of `StoredTree.take` is written. num_bytes: of its file, 0 if it could not be written.
-
-        now: in seconds since the epoch.
-        """
-        assert self._lower is not None
-        if self._lower.end_write(copy, num_bytes, now):
-            self._allocator.free([copy.block])
-
     def prefixes(self, namespaces: Collection[str] | None, limit: int) -> Generator[None, None, Listing]:
         """Make a list of the cached prefixes of namespaces, or of all. See `list_prefixes`."""
         return list_prefixes(self._tree, namespaces, limit)
-
-    def take_facts(self) -> list[Fact]:
-        """Return the publications and evictions since the last call, in order; none without `tells_facts`."""
-        facts = self._tree.facts
-        if not facts:
-            return []
-        taken = facts[:]
-        facts.clear()
-        return taken
-
-    def published(self) -> Iterator[Published]:
-        """Yield all that is cached, as if it had been published just now. O(blocks)."""
-        return facts_of(self._tree.roots.values())
-
-    def is_branch(self, lease: Lease) -> bool:
-        """Return whether other cached prompts continue in another way where the lease's published tokens end."""
-        self._check(lease)
-        return lease.num_known_tokens > lease.num_published_tokens or bool(lease.node.children)
 
     def explain(self, lease: Lease, tokens: array[int], *, tells_salts: bool = False) -> Miss:
         """Return why `match`, or `advance`, found no more of `tokens`. To be called at once after it.
@@ -616,7 +472,7 @@ class PrefixCache:
         """
         self._check(lease)
         self._tree.evictions.begin(account_of(lease.namespace))
-        lacking = MissReason.NO_STATE if self._stateful else MissReason.NO_WINDOW
+        lacking = self._needs[0].lacking if self._needs else MissReason.NO_WINDOW
         return explain_miss(self._tree, lease, tokens, lacking, tells_salts=tells_salts)
 
     def _check(self, lease: Lease) -> None:
@@ -636,39 +492,29 @@ class PrefixCache:
         """Raise InvariantError unless free + cached + leased + duplicates + in copy = all blocks. O(1)."""
         total = self.num_free + self.num_cached + self.num_leased + self.num_duplicates + self.num_in_copy
         require(total == self.num_blocks, f"{total} of {self.num_blocks} blocks accounted for")
-        rows = self._tree.snapshots
-        total = rows.num_free + rows.num_cached + rows.num_written + rows.num_lent_alone
-        require(total == rows.num_rows, f"{total} of {rows.num_rows} rows for snapshots accounted for")
-        if self._windows is not None:
-            windows = self._windows
-            total = windows.num_free + windows.num_cached + windows.num_held + windows.num_lent_alone
-            total += sum(map(windows.has, self._duplicates))
-            require(total == windows.num_blocks, f"{total} of {windows.num_blocks} window blocks accounted for")
+        for need in self._needs:
+            need.check_counts(self._duplicates)
 
     def _resume(self, lease: Lease, node: Node, path: array[int]) -> tuple[Node, int]:
         """Return the node that ends where the prefix that ends with `node` last serves, and its depth in blocks.
 
-        Pin the snapshot for the lease, if it needs one. If that place is not after the lease's published tokens, return
-        the end of these. path: the blocks of the prefix. A run that reaches beyond the place is split there.
+        If that place is not after the lease's published tokens, return the end of these. path: the blocks of the
+        prefix. A run that reaches beyond the place is split there.
         """
         first, depth = lease.num_published_tokens // self.block_size, len(path)
-        snapshot, at = self._borders.last(node, depth, depth, path)
+        at = self._borders.last(node, depth, depth, path)
         if at <= first:
             return (lease.node, first) if first else (self._tree.root(lease.namespace), 0)
-        if snapshot is not None:
-            self.end_load(lease)
-            self._tree.snapshots.pin(snapshot)
-            lease.snapshot = snapshot
         return self._tree.node_at(node, depth, at), at
 
     def _free(self, blocks: Sequence[int]) -> None:
-        """Free KV blocks, and their window blocks; blocks that are being copied are freed when the copy ends."""
-        if self._windows is not None:
-            self._windows.drop(blocks)
+        """Free KV blocks, and what belongs to them; blocks that are being copied are freed when the copy ends."""
+        for need in self._needs:
+            need.drop(blocks)
         if self._lower is not None:
             self._lower.borders.let_go(blocks)
-        if self._copies.is_used:
-            blocks = self._copies.let_go(blocks)
+        if self.copies.is_used:
+            blocks = self.copies.let_go(blocks)
         self._allocator.free(blocks)
 
     def _choose_root(self, lease: Lease, tokens: array[int]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from radix_cache.borders import Borders
 from radix_cache.errors import BudgetError
 from radix_cache.nodes import Lease
 from radix_cache.retention import account_of, num_unpinned_blocks
 from radix_cache.tree import RadixTree
-from radix_cache.window_blocks import RETAINED, WindowBlocks
+from radix_cache.window_blocks import RETAINED, Windows
 
 
 class Retentions:
@@ -18,17 +19,19 @@ class Retentions:
     def __init__(
         self,
         tree: RadixTree,
-        windows: WindowBlocks | None,
+        windows: Windows,
         borders: Borders,
+        check: Callable[[Lease], None],
         *,
         num_blocks: int,
         retention_share: float,
         pin_share: float,
     ) -> None:
-        """windows: None without window blocks."""
+        """check: raises LeaseError for a lease that was released."""
         self._tree = tree
         self._windows = windows
         self._borders = borders
+        self._check = check
         self._num_blocks = num_blocks
         self._retention_share = retention_share
         self._pin_share = pin_share
@@ -58,15 +61,23 @@ class Retentions:
         left = self._num_left_to_pin(account, share, pin_share)
         return self._retainable(share), own.num_blocks, own.num_pinned_blocks, left
 
-    def retain(self, lease: Lease, num_tokens: int, ttl: float, share: float | None, *, yields: bool) -> None:
-        """Retain a part of a lease's published tokens. See `PrefixCache.retain`."""
+    def retain(
+        self, lease: Lease, num_tokens: int, ttl: float, share: float | None = None, *, yields: bool = False
+    ) -> None:
+        """Retain the first `num_tokens` of the lease's tokens for `ttl` from now on, as far as they are published.
+
+        Whole blocks only. Within the account's budget the retentions refreshed longest ago give way; the rest that
+        still does not fit is not retained. share: of the account, None for the cache's. yields: give way to all
+        retentions of the account that do not yield.
+        """
+        self._check(lease)
         num_published = lease.num_published_tokens // self._tree.block_size
         wanted = min(num_tokens // self._tree.block_size, num_published)
         if wanted > 0 and ttl > 0:
             node = self._tree.node_at(lease.node, num_published, wanted)
             if node.namespace == lease.namespace:
                 self._tree.retain(node, ttl, self._retainable(share), yields=yields)
-                if self._windows is not None and node.keeps:
+                if node.keeps:
                     lease.ends[wanted] = RETAINED
                     self._windows.retain(lease.block_ids[:wanted])
 
@@ -77,12 +88,12 @@ class Retentions:
 
         Return the number of cached tokens: they are pinned if this covers all whole blocks. Raise BudgetError, with
         nothing changed, if the account's pins would exceed its budget; its other retentions give way. share: as in
-        `PrefixCache.retain`. pin_share: granted to the account for its pins; None for its part in the cache's.
+        `retain`. pin_share: granted to the account for its pins; None for its part in the cache's.
         """
         tree, size = self._tree, self._tree.block_size
         wanted = len(tokens) // size
         data = tokens[: wanted * size].tobytes()
-        depth = tree.depth(namespace, data) if self._windows is None else self._borders.depth(namespace, data)
+        depth = self._borders.depth(namespace, data) if self._windows.num_blocks else tree.depth(namespace, data)
         account = account_of(namespace)
         num_left = self._num_left_to_pin(account, share, pin_share)
         # Blocks that are not cached are not pinned yet.
@@ -101,8 +112,7 @@ class Retentions:
         (self._granted.discard if pin_share is None else self._granted.add)(account)
         tree.pin(node)
         tree.make_room(node, max(self._retainable(share), tree.ledger.account(account).num_pinned_blocks))
-        if self._windows is not None:
-            self._windows.retain(tree.path(node))
+        self._windows.retain(tree.path(node))
         return wanted * size
 
     def unpin(self, tokens: array[int], namespace: str = "") -> bool:

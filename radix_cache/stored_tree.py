@@ -4,7 +4,7 @@ Where prefixes serve only up to a border, its window blocks and its snapshot are
 are likely to go on from: the end of a prompt, where prompts diverge, and the end of a request. A stored prefix then
 serves up to its last border there.
 
-Below a GPU blocks *move*: each is written when it is about to leave the tree (`PrefixCache.demote`). A border may leave
+Below a GPU blocks *move*: each is written when it is about to leave the tree (`StoredTree.demote`). A border may leave
 memory before the KV blocks of its prefix, which are then needed beside it, so where there are borders blocks are
 written soon after they have entered the tree, as they are on a disk.
 """
@@ -12,15 +12,16 @@ written soon after they have entered the tree, as they are on a disk.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+from radix_cache.block_allocator import BlockAllocator
 from radix_cache.block_copies import BlockCopies, BlockCopy, Kind, border_name
 from radix_cache.border_copies import BorderCopies
 from radix_cache.nodes import Lease, Node, Snapshot
 from radix_cache.snapshots import deepest_snapshot
 from radix_cache.stored import StoredBlock, StoredBlocks, Tier, used_at
 from radix_cache.tree import RadixTree
-from radix_cache.window_blocks import WindowBlocks
+from radix_cache.window_blocks import Windows
 
 
 class StoredTree:
@@ -31,19 +32,26 @@ class StoredTree:
         stored: StoredBlocks,
         copies: BlockCopies,
         tree: RadixTree,
-        windows: WindowBlocks | None,
+        windows: Windows,
+        allocator: BlockAllocator,
+        free: Callable[[Sequence[int]], None],
         *,
         has_states: bool,
+        num_kept_free: int,
     ) -> None:
-        """windows: None without window blocks. has_states: whether prefixes serve only up to a snapshot."""
+        """allocator: of the tree's blocks. free: frees blocks that have left the tree. has_states: whether prefixes
+        serve only up to a snapshot. num_kept_free: see `demote`."""
         self.stored = stored
         self.borders = BorderCopies(windows, tree.snapshots)
         self._copies = copies
         self._tree = tree
         self._size = tree.block_size
         self._windows = windows
+        self._allocator = allocator
+        self._free = free
+        self._num_kept_free = num_kept_free
         # The kinds of the files beside a KV block's file.
-        self._kinds = (*((Kind.WINDOW,) if windows is not None else ()), *((Kind.STATE,) if has_states else ()))
+        self._kinds = (*((Kind.WINDOW,) if windows.num_blocks else ()), *((Kind.STATE,) if has_states else ()))
 
     @property
     def has_states(self) -> bool:
@@ -61,16 +69,28 @@ class StoredTree:
         return len(self.borders.queue) + (0 if self.moves else len(self._copies.queue))
 
     def take(self, most: int) -> list[BlockCopy]:
-        """Return the blocks that are to be written next, at most `most`. `PrefixCache.end_store` ends each.
+        """Return the blocks that are to be written next, at most `most`. `end_write` ends each.
 
         Window blocks and snapshots come first: memory has few of them, and others may take them any time.
         """
         beside = self.borders.take(most)
         return beside + self._copies.take(most - len(beside))
 
-    def take_evicted(self, blocks: Iterable[int]) -> list[BlockCopy]:
-        """Return the copies of blocks that have left the tree and are not stored. `PrefixCache.end_store` ends each."""
-        return self._copies.take_of(blocks)
+    def demote(self) -> list[BlockCopy]:
+        """Let cached blocks leave memory, in the order of eviction, until `num_kept_free` blocks are free.
+
+        Retained ones stay, and half of all that could be evicted: a request may need them before they are copied.
+        Return the copies of the blocks that are not stored yet; they are in copy until `end_write`.
+        """
+        tree, copies = self._tree, list[BlockCopy]()
+        missing = self._num_kept_free - self._allocator.num_free - self._copies.num_in_copy
+        count = min(missing, tree.num_evictable_blocks // 2)
+        while count > 0 and (leaf := tree.victims.next_leaf()) is not None and leaf.retention is None:
+            evicted = tree.evict(min(count, len(leaf.blocks)))
+            copies += self._copies.take_of(evicted)
+            self._free(evicted)
+            count -= len(evicted)
+        return copies
 
     def hurry(self, names: Sequence[bytes]) -> None:
         """Let blocks that wait to be written come before all others."""
@@ -80,10 +100,9 @@ class StoredTree:
         """Have the lease's blocks number `first` to `stop`, which have entered the tree, written."""
         self.stored.name(lease.names, lease.namespace, tokens, stop, self._size)
         self._write(lease, tokens, first, stop)
-        if self._windows is not None:
-            for end in lease.ends:
-                if first < end <= stop:
-                    self._write_window(lease, tokens, end)
+        for end in lease.ends:
+            if first < end <= stop:
+                self._write_window(lease, tokens, end)
 
     def keep_snapshot(self, lease: Lease, snapshot: Snapshot) -> None:
         """Have a snapshot at the end of the lease's published tokens written."""
@@ -129,14 +148,16 @@ class StoredTree:
             queue.revoke_all(lambda copy: folders is not None and copy.folder not in folders)
         self.stored.drop(namespaces)
 
-    def end_write(self, copy: BlockCopy, num_bytes: int, now: float) -> bool:
-        """Record that a block is written. Return whether it is to be freed. See `PrefixCache.end_store`."""
-        is_alone, stays = self._copies.end(copy.block) if copy.kind is Kind.KV else (False, self.borders.end(copy))
+    def end_write(self, copy: BlockCopy, num_bytes: int, now: float) -> None:
+        """Record that a block of `take` or `demote` is written. num_bytes: of its file, 0 if it could not be written.
+
+        now: in seconds since the epoch.
+        """
+        stays = self._copies.end(copy.block) if copy.kind is Kind.KV else self.borders.end(copy)
         if num_bytes and stays:
             self.stored.put(StoredBlock(copy.name, copy.folder, num_bytes, used_at(now, copy.depth)))
         elif num_bytes:
             self.stored.remove(copy.path)
-        return is_alone
 
     def num_stored(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> int:
         """Return the number of the first block from number `first` on that is not stored, or holds the last token.
@@ -187,7 +208,7 @@ class StoredTree:
         The window blocks, of blocks from number `first` on, are lent. row: for the snapshot, None for none.
         """
         folder, copies = self.stored.folder_of(lease.namespace), list[BlockCopy]()
-        if self._windows is not None:
+        if Kind.WINDOW in self._kinds:
             for index in range(max(first, lease.first_window), len(lease.block_ids)):
                 place = self._windows.lend(lease.block_ids[index])
                 copies.append(self._copy(place, lease, tokens, index, folder, Kind.WINDOW))
@@ -217,12 +238,10 @@ class StoredTree:
             if snapshot is not None:
                 data = tokens[(stop - 1) * self._size : stop * self._size].tobytes()
                 self._write_state(lease, snapshot, stop, data)
-        if self._windows is not None and stop:
-            self._write_window(lease, tokens, stop)
+        self._write_window(lease, tokens, stop)
 
     def _write_window(self, lease: Lease, tokens: array[int], end: int) -> None:
         """Have the window blocks before block number `end` of the lease written, if all are there."""
-        assert self._windows is not None
         blocks = range(max(0, end - self._windows.span), end)
         if not all(self._windows.has(lease.block_ids[index]) for index in blocks):
             return
@@ -253,8 +272,7 @@ class StoredTree:
         """
         at = depth
         while at > first and self._kinds:
-            if self._windows is not None:
-                at = self._last_window(names, first, at)
+            at = self._last_window(names, first, at)
             if at <= first or Kind.STATE not in self._kinds or border_name(names[at - 1], Kind.STATE) in self.stored:
                 break
             at -= 1
@@ -262,7 +280,6 @@ class StoredTree:
 
     def _last_window(self, names: Sequence[bytes], first: int, limit: int) -> int:
         """Return the last boundary up to `limit` whose window blocks from number `first` on are in the lower tier."""
-        assert self._windows is not None
         border, index = limit, limit - 1
         while index >= max(first, border - self._windows.span):
             if border_name(names[index], Kind.WINDOW) not in self.stored:

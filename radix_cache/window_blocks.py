@@ -15,11 +15,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import require
-from radix_cache.nodes import Lease
+from radix_cache.misses import MissReason
+from radix_cache.needs import Need
+from radix_cache.nodes import Lease, Node
+from radix_cache.retention import account_of
 from radix_cache.worth_queue import WorthQueue
 
 # The gain of a window block that no lease needs any more: inside a run, at its end, at the end of a retained prefix.
@@ -38,16 +42,102 @@ def least_window_blocks(window: int, block_size: int) -> int:
     return blocks_before(window, block_size) + 2
 
 
-class WindowBlocks:
+class Windows(Need):
+    """The window blocks of a cache whose layers all keep their KV in the same blocks: there are none."""
+
+    @property
+    def num_blocks(self) -> int:
+        return 0
+
+    @property
+    def num_free(self) -> int:
+        """The number of window blocks that hold nothing."""
+        return 0
+
+    @property
+    def num_cached(self) -> int:
+        """The number of window blocks that no lease needs."""
+        return 0
+
+    @property
+    def num_held(self) -> int:
+        """The number of window blocks that leases need."""
+        return 0
+
+    @property
+    def num_evicted(self) -> int:
+        """The number of window blocks that were evicted since the start."""
+        return 0
+
+    @property
+    def num_available(self) -> float:
+        """The number of window blocks that `grow` could give now; no bound where none are needed."""
+        return inf
+
+    @property
+    def span(self) -> int:
+        """The number of blocks before a boundary that are within the window there."""
+        return 0
+
+    @property
+    def num_needed(self) -> int:
+        """The number of window blocks that a request needs to be computed step by step."""
+        return 0
+
+    def num_missing(self, lease: Lease, num_blocks: int) -> int:
+        """Count the window blocks that a lease of `num_blocks` in the end lacks to be computed step by step."""
+        return 0
+
+    def of(self, blocks: Iterable[int]) -> Sequence[int]:
+        """Return the window blocks of KV blocks."""
+        return ()
+
+    def has(self, block: int) -> bool:
+        """Return whether a KV block has a window block."""
+        return False
+
+    def table(self, lease: Lease, num_tokens: int) -> tuple[int, array[int]] | None:
+        """Return the window table that layers with windows need for the lease's tokens from number `num_tokens` on.
+
+        It is the number of leading blocks that such a token does not see, and the window blocks of the blocks after
+        them.
+        """
+        return None
+
+    def expect(self, lease: Lease, num_tokens: int) -> None:
+        """Record that other prompts are likely to diverge from the lease's prompt after its first `num_tokens`.
+
+        Window blocks are kept there as at the end of a prompt.
+        """
+
+    def pairs(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the window blocks of pairs of blocks, where both have one."""
+        return []
+
+    def jump(self, lease: Lease, index: int) -> None:
+        """Let go all window blocks of a lease, whose next blocks up to number `index` will have none."""
+
+    def forsake(self, lease: Lease, first: int) -> None:
+        """Let go all window blocks of a lease. Free the ones of unpublished blocks from number `first` on."""
+
+    def lend(self, block: int) -> int:
+        """Return the window block of a KV block, which is being copied from now on, until `take_back`."""
+        raise KeyError(block)
+
+    def take_back(self, block: int, window_block: int) -> None:
+        """Record the end of a copy. block: the KV block that lent its window block."""
+
+
+class WindowBlocks(Windows):
     """The window block of each KV block, the number of leases that need it, and the queue of evictable window blocks.
 
     A window block is free, held (leases need it), cached (none does), or waits with a duplicate for its `free`. All
     blocks of a lease from number `Lease.first_window` on have window blocks, which the lease holds. A *lent* window
     block is being copied up or down. It is held until `take_back`, and free after it if its KV block has gone.
-
-    `span`: the number of blocks before a boundary that are within the window there. `num_needed`: the number that a
-    request needs to be computed step by step.
     """
+
+    lacking = MissReason.NO_WINDOW
+    reads_blocks = True
 
     def __init__(
         self, num_blocks: int, num_window_blocks: int, block_size: int, window: int, excess: Callable[[str, int], float]
@@ -56,11 +146,10 @@ class WindowBlocks:
 
         Raise ValueError if a single request would not find enough window blocks.
         """
-        self.span = blocks_before(window, block_size)
-        self.num_needed = least_window_blocks(window, block_size)
+        self._window = window
+        self._block_size = block_size
         if num_window_blocks < self.num_needed:
             raise ValueError(f"{num_window_blocks} window blocks are too few for a window of {window} tokens")
-        self._block_size = block_size
         self._allocator = BlockAllocator(num_window_blocks)
         self._of = array("i", [_NONE]) * num_blocks
         self._holds = array("i", [0]) * num_blocks
@@ -70,8 +159,8 @@ class WindowBlocks:
         self._account: dict[int, str] = {}
         # The KV blocks whose window blocks are cached.
         self._queue: WorthQueue[int] = WorthQueue(excess)
-        self.num_held = 0
-        self.num_evicted = 0
+        self._num_held = 0
+        self._num_evicted = 0
 
     @property
     def num_blocks(self) -> int:
@@ -86,6 +175,14 @@ class WindowBlocks:
         return len(self._queue)
 
     @property
+    def num_held(self) -> int:
+        return self._num_held
+
+    @property
+    def num_evicted(self) -> int:
+        return self._num_evicted
+
+    @property
     def num_lent(self) -> int:
         """The number of window blocks that are being copied to or from the lower tier."""
         return len(self._lent)
@@ -97,8 +194,18 @@ class WindowBlocks:
 
     @property
     def num_available(self) -> int:
-        """The number of window blocks that `grow` could give now."""
         return self._allocator.num_free + self.num_cached
+
+    @property
+    def span(self) -> int:
+        return blocks_before(self._window, self._block_size)
+
+    @property
+    def num_needed(self) -> int:
+        return least_window_blocks(self._window, self._block_size)
+
+    def num_missing(self, lease: Lease, num_blocks: int) -> int:
+        return max(0, min(self.num_needed, num_blocks) - (len(lease.block_ids) - lease.first_window))
 
     def of(self, blocks: Iterable[int]) -> array[int]:
         return array("i", map(self._of.__getitem__, blocks))
@@ -106,32 +213,28 @@ class WindowBlocks:
     def has(self, block: int) -> bool:
         return self._of[block] != _NONE
 
-    def last_border(self, blocks: Sequence[int], limit: int) -> int:
-        """Return the last boundary within the first `limit` blocks of a prefix at which windows are complete.
-
-        blocks: the KV blocks of the prefix. 0 is always such a boundary.
-        """
-        border, index = limit, limit - 1
-        while index >= max(0, border - self.span):
-            if self._of[blocks[index]] == _NONE:
+    def last(self, node: Node | None, depth: int, limit: int, path: Sequence[int]) -> int:
+        border, index, span = limit, limit - 1, self.span
+        while index >= max(0, border - span):
+            if self._of[path[index]] == _NONE:
                 border = index
             index -= 1
         return border
 
     def table(self, lease: Lease, num_tokens: int) -> tuple[int, array[int]]:
-        """Return the window table that layers with windows need for the lease's tokens from number `num_tokens` on.
-
-        It is the number of leading blocks that such a token does not see, and the window blocks of the blocks after
-        them.
-        """
         first = max(0, num_tokens // self._block_size - self.span)
         return first, self.of(lease.block_ids[first:])
 
-    def grow(self, blocks: Sequence[int], after: int | None, account: str) -> None:
-        """Give new KV blocks window blocks, which one lease of an account needs. Enough must be available.
+    def has_room(self, lease: Lease, count: int) -> bool:
+        return min(count, len(lease.block_ids) + count - lease.first_window) <= self.num_available
 
-        after: the KV block before them, None for none.
-        """
+    def expect(self, lease: Lease, num_tokens: int) -> None:
+        lease.ends.setdefault(num_tokens // self._block_size, AT_END)
+
+    def grow(self, lease: Lease, blocks: Sequence[int]) -> None:
+        """Give new KV blocks of a lease window blocks, but for blocks before number `Lease.first_window`."""
+        after, account = lease.block_ids[-1] if lease.block_ids else None, account_of(lease.namespace)
+        blocks = blocks[max(0, lease.first_window - len(lease.block_ids)) :]
         missing = len(blocks) - self._allocator.num_free
         if missing > 0:
             self._evict(missing, account)
@@ -143,31 +246,34 @@ class WindowBlocks:
             self._holds[block] = 1
             self._account[block] = account
         self._queue.count(account, len(blocks))
-        self.num_held += len(blocks)
+        self._num_held += len(blocks)
 
     def adopt(self, lease: Lease, first: int) -> None:
-        """Hold the window before the end of a lease's published blocks; blocks from number `first` on are new."""
         stop = lease.num_published_tokens // self._block_size
         first_window = max(lease.first_window, stop - self.span)
         self._hold(lease.block_ids[max(first, first_window) : stop])
         self._let_go(lease, min(first, first_window), INSIDE)
         lease.first_window = first_window
 
-    def share(self, lease: Lease, first: int) -> None:
-        """Let a new lease need the window blocks of its blocks from number `first` on; all these blocks have one."""
-        self._hold(lease.block_ids[first:])
-        lease.first_window = first
+    def fork(self, lease: Lease, num_blocks: int) -> None:
+        lease.first_window = min(lease.first_window, num_blocks)
+        self._hold(lease.block_ids[lease.first_window :])
 
     def pairs(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the window blocks of pairs of blocks, where both have one."""
         return [(self._of[one], self._of[other]) for one, other in blocks if self.has(one) and self.has(other)]
 
     def give_up(self, blocks: Iterable[int]) -> None:
-        """Let go the window blocks of blocks that a lease has not published and is about to free."""
         for block in blocks:
             self._count_out(block)
 
-    def exchange(self, duplicate: int, canonical: int) -> None:
+    def publish(self, lease: Lease, num_tokens: int, replaced: Iterable[tuple[int, int, int]] = ()) -> None:
+        """Let go the window blocks that the lease's tokens from number `num_tokens` on do not see."""
+        for index, own, canonical in replaced:
+            if index >= lease.first_window:
+                self._exchange(own, canonical)
+        self._let_go(lease, num_tokens // self._block_size - self.span, INSIDE)
+
+    def _exchange(self, duplicate: int, canonical: int) -> None:
         """Let a lease need the window block of the tree's block instead of that of its own duplicate.
 
         If the tree's block has no window block, it gets that of the duplicate, whose content is the same.
@@ -178,21 +284,14 @@ class WindowBlocks:
             self._account[canonical] = self._account.pop(duplicate)
         self._hold((canonical,))
 
-    def slide(self, lease: Lease, num_tokens: int) -> None:
-        """Let go the window blocks that the lease's tokens from number `num_tokens` on do not see."""
-        self._let_go(lease, num_tokens // self._block_size - self.span, INSIDE)
-
     def release(self, lease: Lease) -> None:
-        """Let go all window blocks of a lease that ends."""
         self._let_go(lease, len(lease.block_ids), RETAINED if lease.node.keeps else AT_END)
 
     def jump(self, lease: Lease, index: int) -> None:
-        """Let go all window blocks of a lease, whose next blocks up to number `index` will have none."""
         self._let_go(lease, len(lease.block_ids), INSIDE)
         lease.first_window = index
 
     def forsake(self, lease: Lease, first: int) -> None:
-        """Let go all window blocks of a lease. Free the ones of unpublished blocks from number `first` on."""
         self._let_go(lease, first, AT_END)
         for block in lease.block_ids[max(first, lease.first_window) :]:
             self._count_out(block)
@@ -200,26 +299,22 @@ class WindowBlocks:
         lease.first_window = len(lease.block_ids)
 
     def lend(self, block: int) -> int:
-        """Return the window block of a KV block, which is being copied from now on, until `take_back`."""
         self._hold((block,))
         self._lent[self._of[block]] = True
         return self._of[block]
 
     def take_back(self, block: int, window_block: int) -> None:
-        """Record the end of a copy. block: the KV block that lent its window block."""
         if not self._lent.pop(window_block):
             self._allocator.free((window_block,))
         elif self._count_out(block):
             self._enqueue(block, AT_END)
 
     def retain(self, path: Sequence[int]) -> None:
-        """Keep the cached window blocks before the end of a prefix longer. path: its blocks."""
         for block in path[max(0, len(path) - self.span) :]:
             if block in self._queue:
                 self._enqueue(block, RETAINED)
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """Free the window blocks of KV blocks that are freed."""
         freed = []
         for block in blocks:
             if not self.has(block):
@@ -237,8 +332,12 @@ class WindowBlocks:
         self._allocator.free(freed)
 
     def reorder(self) -> None:
-        """Heed that the weight of an account has changed."""
         self._queue.reorder()
+
+    def check_counts(self, duplicates: Collection[int]) -> None:
+        total = self.num_free + self.num_cached + self.num_held + self.num_lent_alone
+        total += sum(map(self.has, duplicates))
+        require(total == self.num_blocks, f"{total} of {self.num_blocks} window blocks accounted for")
 
     def check(self, num_holds: dict[int, int], waiting: set[int]) -> None:
         """Raise InvariantError unless every window block is in one place. O(blocks).
@@ -267,7 +366,7 @@ class WindowBlocks:
     def _hold(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._queue.discard(block)
-            self.num_held += not self._holds[block]
+            self._num_held += not self._holds[block]
             self._holds[block] += 1
 
     def _let_go(self, lease: Lease, stop: int, gain: int) -> None:
@@ -291,7 +390,7 @@ class WindowBlocks:
         """Count one lease less that needs the window block of a KV block. Return whether it was the last lease."""
         self._holds[block] -= 1
         is_last = not self._holds[block]
-        self.num_held -= is_last
+        self._num_held -= is_last
         return is_last
 
     def _evict(self, count: int, account: str) -> None:
@@ -301,7 +400,7 @@ class WindowBlocks:
             assert block is not None
             self._queue.evict(block)
             self.drop((block,))
-        self.num_evicted += count
+        self._num_evicted += count
 
     def _enqueue(self, block: int, gain: int) -> None:
         self._queue.put(block, self._account[block], self._queue.age + gain if gain else 0)

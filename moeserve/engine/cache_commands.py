@@ -110,7 +110,7 @@ class CacheCommands:
             "moeserve_kv_pinned_prefixes": [[sum(one.num_pins for one in retentions)]],
             "moeserve_kv_retained_evictions": [[sum(one.num_lost for one in retentions)]],
         }
-        windows = [cache.windows for cache in caches if cache.windows is not None]
+        windows = [cache.windows for cache in caches if cache.windows.num_blocks]
         if windows:
             samples["moeserve_kv_window_blocks"] = [
                 ["free", sum(blocks.num_free for blocks in windows)],
@@ -118,7 +118,7 @@ class CacheCommands:
                 ["leased", sum(blocks.num_held for blocks in windows)],
             ]
             samples["moeserve_kv_window_evictions"] = [[sum(blocks.num_evicted for blocks in windows)]]
-        tables = [cache.snapshots for cache in caches if cache.keeps_states]
+        tables = [cache.states.table for cache in caches if cache.states.are_kept]
         if tables:
             samples |= {
                 "moeserve_state_snapshots": [[sum(table.num_cached for table in tables)]],

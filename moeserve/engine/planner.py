@@ -34,7 +34,7 @@ def build_caches(
 ) -> list[PrefixCache]:
     """Return the prefix caches, one per rank.
 
-    stored: the blocks in the lower tier, of all ranks; None without one. tells_facts: see `PrefixCache.take_facts`.
+    stored: the blocks in the lower tier, of all ranks; None without one. tells_facts: see `PrefixCache`.
     """
     num_slots = kv.num_state_slots
     return [

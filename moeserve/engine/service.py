@@ -307,7 +307,7 @@ def _ready(
         weights_bytes=model.weights_bytes,
         kv_bytes=num_ranks * model.kv_bytes,
         num_experts=0 if model.spec.moe is None else model.spec.moe.num_experts,
-        keeps_states=cache.keeps_states,
+        keeps_states=cache.states.are_kept,
         drafts=drafts,
         arithmetic=model.arithmetic,
         kv_event_sources=kv_event_sources,

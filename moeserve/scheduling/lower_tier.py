@@ -28,7 +28,7 @@ from radix_cache import (
     StoredBlock,
     StoredBlocks,
     Tier,
-    begin_restore,
+    begin_fill,
     is_still_full,
 )
 
@@ -266,7 +266,8 @@ class LowerTier(Source[CopyJob, CopyResult]):
                 lookup.is_over = True
                 return False
             spare = num_spoken_for + -(-len(request.token_ids) // size) - stop
-            fill = begin_restore(cache, request.token_ids, request.namespace, request.prefix_names, spare)
+            names = request.prefix_names
+            fill = begin_fill(cache, request.token_ids, request.namespace, stop, spare, names)
             if fill is None:
                 lookup.no_room = room
                 return False
@@ -286,12 +287,12 @@ class LowerTier(Source[CopyJob, CopyResult]):
         """Return the jobs that are to begin. now: in seconds since the epoch. num_running: requests."""
         jobs = self.arrivals.take_jobs()
         self._stored.set_time(now, self._pace.now)
-        for rank, (cache, tree) in enumerate(zip(self._caches, self._trees, strict=True)):
+        for rank, tree in enumerate(self._trees):
             if rank in self._writing:
                 continue
             copies: Sequence[BlockCopy] = ()
             if self._pace.now >= self._write_after:
-                copies = cache.demote() if tree.moves else tree.take(STORED_AT_ONCE)
+                copies = tree.demote() if tree.moves else tree.take(STORED_AT_ONCE)
             # All ranks see the same files, so the first one does the chores.
             chores = self._stored.take_chores() if rank == 0 else None
             if copies or chores is not None:
@@ -301,7 +302,7 @@ class LowerTier(Source[CopyJob, CopyResult]):
 
     def end(self, result: CopyResult, now: float) -> list[Request]:
         """Receive the end of a job. Return the requests that go back to the queue."""
-        job, counters, cache = result.job, self.counters, self._caches[result.job.rank]
+        job, counters, tree = result.job, self.counters, self._trees[result.job.rank]
         num_bytes = sum(result.num_bytes)
         self._stored.set_time(now, self._pace.now)
         if job.chores is not None:
@@ -310,7 +311,7 @@ class LowerTier(Source[CopyJob, CopyResult]):
             self._writing.discard(job.rank)
             for index, copy in enumerate(job.copies):
                 size = result.num_bytes[index] if index < len(result.num_bytes) else 0
-                cache.end_store(copy, size, now)
+                tree.end_write(copy, size, now)
             if result.num_bytes:
                 self._write_s = _smoothed(self._write_s, result.seconds / len(result.num_bytes))
             counters.written_bytes += num_bytes

@@ -29,7 +29,7 @@ class RequestMemory:
         self.block_size = cache.block_size
         self._windows = cache.windows
         # Whether a chunk needs nothing here but slots for its tokens.
-        self.needs_slots_alone = states is None and cache.windows is None
+        self.needs_slots_alone = states is None and not cache.windows.num_blocks
 
     def num_available_blocks(self, request: Request, *, sparing: bool, enough: int | None = None) -> int:
         """Count the blocks that the request could get now. See `grow` for `sparing`.
@@ -64,12 +64,8 @@ class RequestMemory:
 
     def num_missing_windows(self, request: Request) -> int:
         """Count the window blocks that the request lacks to be computed step by step."""
-        if self._windows is None:
-            return 0
-        lease = request.lease
-        assert lease is not None
-        wanted = min(self._windows.num_needed, -(-len(request.token_ids) // self.block_size))
-        return max(0, wanted - (len(lease.block_ids) - lease.first_window))
+        assert request.lease is not None
+        return self._windows.num_missing(request.lease, -(-len(request.token_ids) // self.block_size))
 
     def room(self, num_spoken_for: int) -> Room | None:
         """Return the room that a waiting request finds now. See `PrefixCache.room`."""
@@ -77,7 +73,7 @@ class RequestMemory:
 
     def has_windows(self, count: int) -> bool:
         """Return whether `count` window blocks are available now."""
-        return self._windows is None or count <= self._windows.num_available
+        return count <= self._windows.num_available
 
     def num_empty_slots(self, request: Request) -> int:
         """Count the slots that the request holds and no plan fills yet."""
@@ -95,7 +91,7 @@ class RequestMemory:
         request.lease, request.num_computed_tokens = lease, lease.num_published_tokens
         if self._states is not None:
             self._states.enter(request)
-        if self._windows is not None:
+        if self._windows.num_blocks:
             self._expect_ends(request)
 
     def _expect_ends(self, request: Request) -> None:
@@ -108,11 +104,11 @@ class RequestMemory:
         assert lease is not None
         last = (request.num_prompt_tokens - 1) // self.block_size * self.block_size
         positions = [last, *range(PROMPT_INTERVAL_TOKENS, last, PROMPT_INTERVAL_TOKENS)]
-        if self._cache.is_branch(lease):
+        if lease.is_branch:
             positions += [lease.num_known_tokens, lease.num_published_tokens]
         positions += [*request.cache.borders, *(num_tokens for num_tokens, _ in request.cache.retentions)]
         for position in positions:
-            self._cache.expect(lease, position)
+            self._cache.windows.expect(lease, position)
 
     def check_beams(self, num_prompt_tokens: int, num_tokens: int, width: int) -> None:
         """Raise ValueError unless `width` beams of up to `num_tokens` tokens can run here alone."""
@@ -124,7 +120,7 @@ class RequestMemory:
         if wanted > self._cache.num_blocks:
             num_blocks = self._cache.num_blocks
             raise ValueError(f"{width} beams may need {wanted} KV blocks of {num_blocks}: ask for fewer max_tokens")
-        if self._windows is not None and (width + 1) * self._windows.num_needed > self._windows.num_blocks:
+        if (width + 1) * self._windows.num_needed > self._windows.num_blocks:
             raise ValueError(f"{width} beams may need more than the {self._windows.num_blocks} window blocks")
 
     def fork(self, parent: Request, child: Request) -> Fork | None:
@@ -171,7 +167,7 @@ class RequestMemory:
         assert request.lease is not None
         share = request.terms.retained
         for num_tokens, seconds in sorted(request.cache.retentions, reverse=True):
-            self._cache.retain(request.lease, min(num_tokens, request.num_prompt_tokens), seconds, share)
+            self._cache.retentions.retain(request.lease, min(num_tokens, request.num_prompt_tokens), seconds, share)
 
     def catch_up(self, request: Request) -> int:
         """Adopt blocks that other requests have published; return the number of tokens that this saves from computing.
@@ -190,7 +186,7 @@ class RequestMemory:
 
     def foresee(self, request: Request, waiting: Iterable[Request]) -> None:
         """Let an admitted request keep its state and window where prompts of waiting requests diverge from its own."""
-        if self._states is None and self._windows is None:
+        if self.needs_slots_alone:
             return
         for other in waiting:
             if other is request:
@@ -199,7 +195,7 @@ class RequestMemory:
             if self._states is not None:
                 self._states.want(request, position)
             if request.lease is not None:
-                self._cache.expect(request.lease, position)
+                self._cache.windows.expect(request.lease, position)
 
     def cut_chunk(self, request: Request, count: int) -> int:
         """Return the number of the next `count` tokens for a chunk, so that it ends where a snapshot is wanted."""
@@ -241,21 +237,18 @@ class RequestMemory:
 
     def windows_of(self, blocks: Sequence[int]) -> Sequence[int]:
         """Return the window blocks of new blocks, none for models without window blocks."""
-        return () if self._windows is None else self._windows.of(blocks)
+        return self._windows.of(blocks)
 
     def window_table(self, request: Request) -> WindowTable | None:
         """Return the table of window blocks for the request's next chunk, None for models without window blocks."""
-        if self._windows is None:
-            return None
         assert request.lease is not None
-        return WindowTable(*self._windows.table(request.lease, request.num_planned_tokens))
+        table = self._windows.table(request.lease, request.num_planned_tokens)
+        return None if table is None else WindowTable(*table)
 
     def num_tokens_that_fit(self, request: Request, *, sparing: bool) -> int:
         """Count the further tokens of the request that could get a slot now. See `grow` for `sparing`."""
-        num_blocks = self.num_available_blocks(request, sparing=sparing)
-        if self._windows is not None:
-            num_blocks = min(num_blocks, self._windows.num_available)
-        return self.num_empty_slots(request) + num_blocks * self.block_size
+        num_blocks = min(self.num_available_blocks(request, sparing=sparing), self._windows.num_available)
+        return self.num_empty_slots(request) + int(num_blocks) * self.block_size
 
     def publish(self, request: Request) -> list[int] | None:
         """Publish the full blocks that the request has computed.

@@ -101,7 +101,7 @@ class RequestStates:
         assert state is not None
         state.is_fresh = True
         state.above = lease.num_published_tokens
-        if not self._cache.keeps_states:
+        if not self._cache.states.are_kept:
             return
         last = (len(request.token_ids) - 1) // size * size
         marks = list(range(0, last, self._prompt_interval))
@@ -143,12 +143,12 @@ class RequestStates:
         if num_drafts:
             use = StateUse(self._free.pop(), load=state.slot)
         elif state.is_fresh:
-            use.load = self._cache.begin_load(lease)
+            use.load = self._cache.states.begin_load(lease)
             state.resumed = lease.snapshot
             state.is_fresh = False
         end = request.num_planned_tokens + count + num_drafts
         if self._is_wanted(request, state, end):
-            use.save = self._cache.take_snapshot(lease, end)
+            use.save = self._cache.states.take(lease, end)
             if use.save is not None:
                 state.saving.append(end)
                 if not num_drafts:
@@ -170,22 +170,22 @@ class RequestStates:
         if chunk.num_drafts:
             self._settle(request, state, use, all_right=keep)
         elif use.load is not None:
-            self._cache.end_load(lease)
+            self._cache.states.end_load(lease)
         if use.save is None:
             return
         position = state.saving.pop(0)
         if not keep:
-            self._cache.drop_row(use.save)
+            self._cache.states.drop_row(use.save)
             return
         state.above = max(state.above, position)
         # While decoding a snapshot follows another: the last one is written when the request ends.
-        snapshot = self._cache.keep_snapshot(lease, use.save, position, to_lower=chunk.sampling is None)
+        snapshot = self._cache.states.keep(lease, use.save, position, to_lower=chunk.sampling is None)
         if state.resumed is not None and snapshot is not None:
-            self._cache.supersede(state.resumed)
+            self._cache.states.supersede(state.resumed)
             state.resumed = None
         if chunk.sampling is not None:
             if state.rolling is not None and state.rolling is not snapshot:
-                self._cache.drop_unused(state.rolling)
+                self._cache.states.drop_unused(state.rolling)
             is_own = snapshot is not None and snapshot.row == use.save
             state.rolling = snapshot if is_own else None
 
@@ -204,7 +204,7 @@ class RequestStates:
         Return the last position, up to `position`, at which it saves or will save; 0 if there is none.
         """
         state = request.state
-        if state is None or not self._cache.keeps_states:
+        if state is None or not self._cache.states.are_kept:
             return 0
         best = max((p for p in (*state.saving, *state.wanted) if p <= position), default=0)
         is_ahead = self._policy.foresees and position > request.num_planned_tokens
@@ -225,7 +225,7 @@ class RequestStates:
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every slot is free and no snapshot is being written, as when nothing runs."""
-        num_held, num_written = self._policy.num_slots - len(self._free), self._cache.snapshots.num_written
+        num_held, num_written = self._policy.num_slots - len(self._free), self._cache.states.table.num_written
         if num_held or num_written:
             raise AssertionError(f"idle, but {num_held} slots are held and {num_written} snapshots being written")
 

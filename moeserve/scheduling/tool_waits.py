@@ -42,5 +42,7 @@ class ToolWaits(Part):
         if request is not None:
             cache = self._caches[request.rank]
             lease = cache.match(request.token_ids, request.namespace)
-            cache.retain(lease, lease.num_published_tokens, self._retained_s, request.terms.retained, yields=True)
+            cache.retentions.retain(
+                lease, lease.num_published_tokens, self._retained_s, request.terms.retained, yields=True
+            )
             cache.release(lease)

@@ -56,7 +56,7 @@ def test_torch_computes_the_same_bits_with_and_without_window_blocks(
     monkeypatch.setattr("kernels.attention.native_kernels", lambda: None)
     prompts, samplings = PROMPTS[:4], SAMPLINGS[:4]
     llm = TokenEngine(model_dir, BASE)
-    assert cache_of(llm).windows is not None
+    assert cache_of(llm).windows.num_blocks
     with without_window_blocks():
         alone = complete_alone(model_dir, prompts, samplings)
     assert_same(llm.generate(prompts, samplings), alone)
@@ -65,7 +65,7 @@ def test_torch_computes_the_same_bits_with_and_without_window_blocks(
 def test_evicted_window_blocks_end_a_hit_earlier_and_change_no_bit(model_dir: Path, alone: list[Completion]) -> None:
     llm, random = TokenEngine(model_dir, BASE), Random(7)
     windows = cache_of(llm).windows
-    assert windows is not None
+    assert windows.num_blocks
     llm.generate(PROMPTS, SAMPLINGS)
     found = []
     for share in (0.2, 0.5, 1.0):
@@ -82,7 +82,7 @@ def test_a_context_that_all_kv_together_does_not_hold_fits_with_window_blocks(
 ) -> None:
     llm = small_engine(model_dir, 20, max_num_seqs=1, max_num_batched_tokens=8)
     cache = cache_of(llm)
-    assert cache.windows is not None
+    assert cache.windows.num_blocks
     assert 20 * BLOCK < 92
     assert least_window_blocks(WINDOW, BLOCK) <= cache.windows.num_blocks < cache.num_blocks
     assert_same(llm.generate(PROMPTS, SAMPLINGS), alone)
@@ -91,7 +91,7 @@ def test_a_context_that_all_kv_together_does_not_hold_fits_with_window_blocks(
 def test_layers_that_keep_a_window_in_transformers_code_have_window_blocks(tmp_path: Path) -> None:
     save_tiny("gemma4", tmp_path)
     llm = TokenEngine(tmp_path, replace(BASE, max_num_seqs=4, max_num_batched_tokens=16))
-    assert cache_of(llm).windows is not None
+    assert cache_of(llm).windows.num_blocks
     with without_window_blocks():
         alone = complete_alone(tmp_path)
     assert_same_cold_and_cached(llm, alone)

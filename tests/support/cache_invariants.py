@@ -11,6 +11,7 @@ from radix_cache.nodes import PUBLIC, Lease, Node, Snapshot
 from radix_cache.prefix_cache import PrefixCache
 from radix_cache.retention import account_of
 from radix_cache.tree import RadixTree
+from radix_cache.window_blocks import WindowBlocks
 
 
 def check_invariants(cache: PrefixCache) -> None:
@@ -24,14 +25,14 @@ def check_invariants(cache: PrefixCache) -> None:
         private = lease.block_ids[lease.num_published_tokens // cache.block_size :]
         num_private += len(private)
         places[f"leased by {lease.number}"] = private
-    places |= {"duplicates": cache._duplicates, "in copy": cache._copies.in_copy()}
+    places |= {"duplicates": cache._duplicates, "in copy": cache.copies.in_copy()}
     cache._allocator.check_allocated(check_places(places))
     require(num_private == cache._num_private_blocks, "the number of unpublished blocks is wrong")
     require(num_private == cache._tree.victims.num_private(), "an account's unpublished blocks are miscounted")
     check_snapshots(cache._tree, leases)
-    if cache._windows is not None:
+    if isinstance(cache.windows, WindowBlocks):
         held = Counter(block for lease in leases for block in lease.block_ids[lease.first_window :])
-        cache._windows.check(dict(held), cache._duplicates)
+        cache.windows.check(dict(held), cache._duplicates)
 
 
 def check_places(held: Mapping[str, Collection[int]]) -> set[int]:

@@ -124,7 +124,7 @@ class KvOracle:
         self._most_ahead = -(-most_drafts // cache.block_size)
         self._cache = cache
         self._num_slots = num_slots
-        self._rows = [SPOILT] * (num_slots + cache.snapshots.num_rows)
+        self._rows = [SPOILT] * (num_slots + cache.states.table.num_rows)
         self._run_ahead = run_ahead
         self._last_drawn: list[int] = []
         # Slots that a wrong draft has filled, which are written once more; of window blocks too.
@@ -133,7 +133,7 @@ class KvOracle:
         self._size = cache.block_size
         self._vocab_size = vocab_size
         self._kv: list[list[Cell | None]] = [[None] * self._size for _ in range(cache.num_blocks)]
-        num_windows = 0 if cache.windows is None else cache.windows.num_blocks
+        num_windows = cache.windows.num_blocks
         self._window_kv: list[list[Cell | None]] = [[None] * self._size for _ in range(num_windows)]
         self._in_flight: deque[_Submitted] = deque()
         self._sender, self._receiver = PlanSender(), PlanReceiver()
@@ -213,7 +213,7 @@ class KvOracle:
             held = [self._kv[block] for block in node.blocks]
             assert held == wanted, f"one of the blocks {node.blocks} was published with wrong contents"
             for block, want in zip(node.blocks, wanted, strict=True):
-                if windows is not None and windows.has(block):
+                if windows.has(block):
                     (window_block,) = windows.of([block])
                     assert self._window_kv[window_block] == want, f"window block {window_block} has wrong contents"
             nodes += [(child, start + len(node.blocks) * self._size) for child in node.children.values()]
@@ -249,7 +249,7 @@ class KvOracle:
         # A wrong draft may have taken a block before the request needs it.
         assert num_blocks <= len(chunk.block_table) <= num_blocks + self._most_ahead, "too few blocks, or too many"
         assert len(set(chunk.block_table)) == len(chunk.block_table)
-        if self._cache.windows is not None:
+        if self._cache.windows.num_blocks:
             assert chunk.window is not None
             assert chunk.window.first == max(0, chunk.start // self._size - self._cache.windows.span)
             assert chunk.window.first + len(chunk.window.blocks) == len(chunk.block_table)

@@ -272,9 +272,7 @@ class Simulation:
         for request, lease in ready:
             if request.request_id not in planned and request.lease is lease:
                 cache = self.caches[request.rank]
-                num_available = cache.num_available_to(request.namespace)
-                if cache.windows is not None:
-                    num_available = min(num_available, cache.windows.num_available)
+                num_available = min(cache.num_available_to(request.namespace), cache.windows.num_available)
                 # A preemption for a later request frees memory when this one has had its turn.
                 is_sure = self.scheduler.counters.preemptions == num_preemptions
                 assert num_available == 0 or not is_sure or self._in_turns, "a decode was left out"

@@ -134,8 +134,7 @@ class BeamOracle(KvOracle):
             assert cell is not None
             assert cell[1:] == (place, namespace), "a chunk reads a foreign block"
             prefix.append(cell[0])
-            windows = self._cache.windows
-            if windows is not None and chunk.window is not None and place // self._size >= chunk.window.first:
+            if chunk.window is not None and place // self._size >= chunk.window.first:
                 block = chunk.window.blocks[place // self._size - chunk.window.first]
                 assert self._window_kv[block][place % self._size] == cell
         return prefix

@@ -85,12 +85,12 @@ def test_snapshots_are_counted_where_a_model_has_states() -> None:
     for tokens in ([1] * 12, [2] * 12, [3] * 12):
         lease = caches[0].match(array("i", tokens))
         caches[0].extend(lease, 2)
-        row = caches[0].take_snapshot(lease, 8)
+        row = caches[0].states.take(lease, 8)
         caches[0].publish(lease, array("i", tokens), 8)
-        caches[0].keep_snapshot(lease, row, 8)
+        caches[0].states.keep(lease, row, 8)
         caches[0].release(lease)
     lease = caches[0].match(array("i", [3] * 12))
-    assert caches[0].begin_load(lease) == row
+    assert caches[0].states.begin_load(lease) == row
     names = ("", "_max", "_saved", "_used", "_evicted")
     samples = CacheCommands(caches).samples()
     assert [samples[f"moeserve_state_snapshots{name}"] for name in names] == [[[2]], [[4]], [[3]], [[1]], [[1]]]

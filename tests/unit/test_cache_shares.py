@@ -152,7 +152,7 @@ def test_retained_prefixes_of_an_account_beyond_its_share_still_outlive_unretain
     lease = shelf.cache.match(prompt, "a")
     assert shelf.cache.extend(lease, 50) is not None
     shelf.cache.free(shelf.cache.publish(lease, prompt, 50))
-    shelf.cache.retain(lease, 50, 60.0)
+    shelf.cache.retentions.retain(lease, 50, 60.0)
     shelf.cache.release(lease)
     shelf.put("b", 40)
     shelf.put("c", 20)

@@ -43,7 +43,7 @@ def held(cache: PrefixCache) -> set[tuple[str | None, tuple[int, ...]]]:
     paths: dict[int, tuple[str, tuple[int, ...]]] = {}
     found = set()
     size = cache.block_size
-    for fact in cache.published():
+    for fact in cache.facts.published():
         tokens = array("i", fact.tokens)
         above = ("", ()) if fact.parent is None else paths[fact.parent]
         view = "" if fact.namespace == PUBLIC else fact.namespace
@@ -92,7 +92,7 @@ class Driver:
         elif choice < 0.96:
             list(cache.drop(self.random.choice((None, ["a"], ["b", PUBLIC]))))
         if self.random.random() < 0.7:
-            self.send(self.blocks.apply(cache.take_facts()))
+            self.send(self.blocks.apply(cache.facts.take()))
 
 
 @settings(examples(2))
@@ -104,7 +104,7 @@ def test_who_follows_the_events_knows_the_blocks_of_the_tree(source, num_acts):
         driver.act()
         if source.random() < 0.2:
             at_snapshot, snapshot = len(driver.batches), list(driver.blocks.snapshot(source.randint(1, 5)))
-    driver.send(driver.blocks.apply(driver.cache.take_facts()))
+    driver.send(driver.blocks.apply(driver.cache.facts.take()))
     follower, latecomer = EventConsumer(), EventConsumer()
     for number, batch in enumerate(driver.batches):
         follower.take(number, batch)
@@ -120,7 +120,7 @@ def test_who_follows_the_events_knows_the_blocks_of_the_tree(source, num_acts):
         assert latecomer.blocks == follower.blocks
     check_invariants(driver.cache)
     # The events that follow a full queue are the same.
-    driver.send(driver.blocks.restart(driver.cache.published()))
+    driver.send(driver.blocks.restart(driver.cache.facts.published()))
     follower.take(len(driver.batches) - 1, driver.batches[-1])
     assert follower.prefixes == held(driver.cache)
 
@@ -128,7 +128,7 @@ def test_who_follows_the_events_knows_the_blocks_of_the_tree(source, num_acts):
 def test_a_cache_tells_nothing_unless_it_is_asked_to():
     cache = PrefixCache(8, SIZE)
     compute(cache, ids(1, 2, 3, 4))
-    assert cache.take_facts() == []
+    assert cache.facts.take() == []
 
 
 def test_equal_prefixes_have_equal_hashes_in_any_process():
@@ -142,11 +142,11 @@ def test_equal_prefixes_have_equal_hashes_in_any_process():
 def test_a_run_that_is_split_is_no_event():
     cache, blocks = PrefixCache(16, SIZE, tells_facts=True), KvBlocks(SIZE)
     compute(cache, ids(1, 2, 3, 4, 5, 6))
-    (stored,) = blocks.apply(cache.take_facts())
+    (stored,) = blocks.apply(cache.facts.take())
     assert isinstance(stored, BlockStored)
     assert len(stored.block_hashes) == 3
     compute(cache, ids(1, 2, 3, 4, 7, 8))
-    (branch,) = blocks.apply(cache.take_facts())
+    (branch,) = blocks.apply(cache.facts.take())
     assert branch == BlockStored(
         [block_hash("", stored.block_hashes[1], bytes_of(7, 8))], stored.block_hashes[1], bytes_of(7, 8)
     )
@@ -155,16 +155,16 @@ def test_a_run_that_is_split_is_no_event():
 def test_blocks_go_from_the_end_of_a_prefix():
     cache, blocks = PrefixCache(16, SIZE, tells_facts=True), KvBlocks(SIZE)
     lease = compute(cache, ids(1, 2, 3, 4, 5, 6))
-    (stored,) = blocks.apply(cache.take_facts())
+    (stored,) = blocks.apply(cache.facts.take())
     cache.release(lease)
     cache.reset()
-    assert blocks.apply(cache.take_facts()) == [BlockRemoved(stored.block_hashes[::-1])]
+    assert blocks.apply(cache.facts.take()) == [BlockRemoved(stored.block_hashes[::-1])]
 
 
 def test_a_part_of_a_block_is_told_once_it_is_full():
     cache, blocks = PrefixCache(16, SIZE, tells_facts=True), KvBlocks(SIZE)
     compute(cache, ids(1, 2, 3))
-    (stored,) = blocks.apply(cache.take_facts())
+    (stored,) = blocks.apply(cache.facts.take())
     assert stored == BlockStored([block_hash("", None, bytes_of(1, 2))], None, bytes_of(1, 2))
 
 
@@ -172,7 +172,7 @@ def test_a_public_prefix_is_told_under_the_salt_of_each_namespace_that_goes_on_b
     cache, blocks, consumer = PrefixCache(32, SIZE, tells_facts=True), KvBlocks(SIZE), EventConsumer()
     cache.release(compute(cache, ids(1, 2, 3, 4), PUBLIC))
     lease = compute(cache, ids(1, 2, 3, 4, 5, 6), "a")
-    consumer.take(0, pack_batch(0.0, blocks.apply(cache.take_facts()), 0, SIZE, as_maps=True))
+    consumer.take(0, pack_batch(0.0, blocks.apply(cache.facts.take()), 0, SIZE, as_maps=True))
     assert consumer.prefixes == {
         (None, (1, 2)),
         (None, (1, 2, 3, 4)),
@@ -181,7 +181,7 @@ def test_a_public_prefix_is_told_under_the_salt_of_each_namespace_that_goes_on_b
         ("a", (1, 2, 3, 4, 5, 6)),
     }
     cache.release(lease, keep_tokens=0)
-    consumer.take(1, pack_batch(0.0, blocks.apply(cache.take_facts()), 0, SIZE, as_maps=True))
+    consumer.take(1, pack_batch(0.0, blocks.apply(cache.facts.take()), 0, SIZE, as_maps=True))
     assert consumer.prefixes == {(None, (1, 2)), (None, (1, 2, 3, 4))}
 
 
@@ -189,6 +189,6 @@ def test_two_namespaces_share_no_hash():
     cache, blocks = PrefixCache(16, SIZE, tells_facts=True), KvBlocks(SIZE)
     compute(cache, ids(1, 2, 3, 4), "a")
     compute(cache, ids(1, 2, 3, 4), "b")
-    one, other = blocks.apply(cache.take_facts())
+    one, other = blocks.apply(cache.facts.take())
     assert not set(one.block_hashes) & set(other.block_hashes)
     assert (one.salt, other.salt) == ("a", "b")

@@ -22,14 +22,14 @@ def prefill(cache: PrefixCache, tokens: list[int], saves: list[int], namespace: 
     ids = array("i", tokens)
     lease = cache.match(ids, namespace)
     cached = lease.num_published_tokens
-    cache.begin_load(lease)
-    cache.end_load(lease)
+    cache.states.begin_load(lease)
+    cache.states.end_load(lease)
     assert cache.extend(lease, -(-len(ids) // cache.block_size) - len(lease.block_ids)) is not None
     for position in [*(p for p in saves if p > cached), len(ids)]:
-        row = cache.take_snapshot(lease, position) if position in saves else None
+        row = cache.states.take(lease, position) if position in saves else None
         cache.free(cache.publish(lease, ids, position))
         if row is not None:
-            cache.keep_snapshot(lease, row, position)
+            cache.states.keep(lease, row, position)
     cache.release(lease)
     check_invariants(cache)
     return cached
@@ -71,12 +71,12 @@ def test_identical_prompts_go_on_from_the_same_snapshot_at_once() -> None:
     prefill(cache, TALK[:20], [16])
     leases = [cache.match(array("i", TALK[:20])) for _ in range(3)]
     assert [lease.num_published_tokens for lease in leases] == [16] * 3
-    assert len({cache.begin_load(lease) for lease in leases}) == 1
-    assert cache.take_snapshot(leases[0], 20) is None
+    assert len({cache.states.begin_load(lease) for lease in leases}) == 1
+    assert cache.states.take(leases[0], 20) is None
     for lease in leases:
         check_invariants(cache)
         cache.release(lease)
-    assert cache.snapshots.num_used == 3
+    assert cache.states.table.num_used == 3
 
 
 def test_the_second_of_two_snapshots_at_a_boundary_gives_its_row_back() -> None:
@@ -85,15 +85,15 @@ def test_the_second_of_two_snapshots_at_a_boundary_gives_its_row_back() -> None:
     leases = [cache.match(ids) for _ in range(2)]
     for lease in leases:
         cache.extend(lease, 5)
-    rows = [cache.take_snapshot(lease, 16) for lease in leases]
-    assert cache.snapshots.num_written == 2
+    rows = [cache.states.take(lease, 16) for lease in leases]
+    assert cache.states.table.num_written == 2
     kept = []
     for lease, row in zip(leases, rows, strict=True):
         assert row is not None
         cache.free(cache.publish(lease, ids, 16))
-        kept.append(cache.keep_snapshot(lease, row, 16))
+        kept.append(cache.states.keep(lease, row, 16))
     assert kept[0] is kept[1]
-    assert (cache.snapshots.num_written, cache.snapshots.num_cached, cache.snapshots.num_free) == (0, 1, 2)
+    assert (cache.states.table.num_written, cache.states.table.num_cached, cache.states.table.num_free) == (0, 1, 2)
 
 
 def test_the_snapshot_that_saves_most_stays_and_a_lesser_one_is_not_even_taken() -> None:
@@ -172,7 +172,7 @@ def test_a_snapshot_goes_with_the_block_before_it() -> None:
     cache = stateful(4, num_blocks=6)
     prefill(cache, TALK[:24], [12, 20])
     prefill(cache, [1] * 8, [])
-    assert cache.snapshots.num_cached == 1
+    assert cache.states.table.num_cached == 1
     assert prefill(cache, TALK[:24], []) == 12
 
 
@@ -182,13 +182,13 @@ def test_tokens_that_are_not_kept_take_their_snapshots_along() -> None:
     lease = cache.match(ids)
     cache.extend(lease, 6)
     for position in (8, 16):
-        row = cache.take_snapshot(lease, position)
+        row = cache.states.take(lease, position)
         assert row is not None
         cache.publish(lease, ids, position)
-        cache.keep_snapshot(lease, row, position)
+        cache.states.keep(lease, row, position)
     cache.release(lease, 12)
     check_invariants(cache)
-    assert cache.snapshots.num_cached == 1
+    assert cache.states.table.num_cached == 1
     assert cache.peek(ids) == 8
 
 
@@ -197,12 +197,12 @@ def test_a_row_whose_boundary_was_not_published_is_free_again() -> None:
     ids = array("i", TALK[:20])
     lease = cache.match(ids)
     cache.extend(lease, 5)
-    row = cache.take_snapshot(lease, 16)
+    row = cache.states.take(lease, 16)
     assert row is not None
-    assert cache.keep_snapshot(lease, row, 16) is None
-    assert cache.snapshots.num_free == 1
+    assert cache.states.keep(lease, row, 16) is None
+    assert cache.states.table.num_free == 1
     with pytest.raises(KeyError):
-        cache.drop_row(row)
+        cache.states.drop_row(row)
 
 
 def test_what_a_conversation_has_left_behind_goes_first_but_not_where_prompts_branch() -> None:
@@ -211,16 +211,16 @@ def test_what_a_conversation_has_left_behind_goes_first_but_not_where_prompts_br
     prefill(cache, [*TALK[:16], *[1] * 16], [28])
     ids = array("i", [*TALK[:16], *[1] * 12, *[2] * 12])
     lease = cache.match(ids)
-    assert cache.begin_load(lease) is not None
+    assert cache.states.begin_load(lease) is not None
     resumed = lease.snapshot
     assert resumed is not None
-    cache.end_load(lease)
+    cache.states.end_load(lease)
     cache.extend(lease, 3)
-    row = cache.take_snapshot(lease, 36)
+    row = cache.states.take(lease, 36)
     assert row is not None
     cache.free(cache.publish(lease, ids, 40))
-    cache.drop_row(row)
-    cache.supersede(resumed)
+    cache.states.drop_row(row)
+    cache.states.supersede(resumed)
     cache.release(lease)
     assert [snapshot.is_superseded for snapshot in walk(cache).values()].count(True) == 0
     # Another prompt may branch there too, so only a place that one prompt alone passes is left behind.
@@ -230,9 +230,9 @@ def test_what_a_conversation_has_left_behind_goes_first_but_not_where_prompts_br
     lease = cache.match(talk)
     resumed = lease.snapshot
     assert resumed is not None
-    cache.begin_load(lease)
-    cache.end_load(lease)
-    cache.supersede(resumed)
+    cache.states.begin_load(lease)
+    cache.states.end_load(lease)
+    cache.states.supersede(resumed)
     cache.release(lease)
     assert resumed.is_superseded
     prefill(cache, [5] * 8, [4])
@@ -244,23 +244,23 @@ def test_a_snapshot_of_no_use_can_be_given_up_but_not_one_that_was_used() -> Non
     ids = array("i", TALK[:20])
     lease = cache.match(ids)
     cache.extend(lease, 5)
-    row = cache.take_snapshot(lease, 16)
+    row = cache.states.take(lease, 16)
     assert row is not None
     cache.publish(lease, ids, 16)
-    snapshot = cache.keep_snapshot(lease, row, 16)
+    snapshot = cache.states.keep(lease, row, 16)
     assert snapshot is not None
     other = cache.match(ids)
-    cache.drop_unused(snapshot)
+    cache.states.drop_unused(snapshot)
     assert snapshot.node is not None
     cache.release(other)
-    cache.drop_unused(snapshot)
+    cache.states.drop_unused(snapshot)
     assert snapshot.node is None
-    cache.drop_unused(snapshot)
+    cache.states.drop_unused(snapshot)
     check_invariants(cache)
     assert prefill(cache, TALK[:20], [16]) == 0
     assert prefill(cache, TALK[:20], [16]) == 16
     (kept,) = (s for s in walk(cache).values())
-    cache.drop_unused(kept)
+    cache.states.drop_unused(kept)
     assert kept.node is not None
 
 
@@ -280,10 +280,10 @@ def test_a_public_prefix_that_is_evicted_meanwhile_becomes_the_requests_own() ->
     assert lease.num_known_tokens == 16
     cache.extend(lease, 5)
     assert cache.reset() == 3
-    row = cache.take_snapshot(lease, 16)
+    row = cache.states.take(lease, 16)
     assert row is not None
     cache.free(cache.publish(lease, ids, 20))
-    cache.drop_row(row)
+    cache.states.drop_row(row)
     cache.release(lease)
     check_invariants(cache)
     assert cache.num_cached == 5
@@ -292,13 +292,13 @@ def test_a_public_prefix_that_is_evicted_meanwhile_becomes_the_requests_own() ->
 def test_without_caching_no_row_is_used() -> None:
     cache = PrefixCache(8, SIZE, caching=False, snapshot_rows=range(2, 6))
     assert [prefill(cache, TALK[:20], [16]) for _ in range(2)] == [0, 0]
-    assert cache.snapshots.num_rows == 0
+    assert cache.states.table.num_rows == 0
 
 
 def test_a_lost_row_is_found() -> None:
     cache = stateful(2)
     prefill(cache, TALK[:20], [8])
-    cache.snapshots._free.clear()
+    cache.states.table._free.clear()
     with pytest.raises(InvariantError):
         cache.check_counts()
 
@@ -393,7 +393,7 @@ class World:
     def supersede(self, one: Running, resumed: Snapshot) -> None:
         """From the snapshot that a request went on from up to where prompts branch."""
         key = next((key for key, snapshot in walk(self.cache).items() if snapshot is resumed), None)
-        self.cache.supersede(resumed)
+        self.cache.states.supersede(resumed)
         if key is None:
             return
         namespace, prefix = key
@@ -471,12 +471,12 @@ class World:
     def load(self, one: Running) -> None:
         if one.pinned is not None:
             kept = self.kept[one.pinned]
-            assert self.cache.begin_load(one.lease) == kept.row
+            assert self.cache.states.begin_load(one.lease) == kept.row
             one.resumed = one.lease.snapshot
             kept.uses += 1
             kept.since, kept.superseded = self.age, False
             self.num_hits += 1
-        self.cache.end_load(one.lease)
+        self.cache.states.end_load(one.lease)
         self.unpin(one)
 
     def compute(self, one: Running, num_blocks: int, save: bool) -> None:
@@ -496,7 +496,7 @@ class World:
     def take(self, one: Running, end: int) -> int | None:
         first = one.lease.num_published_tokens // self.size
         gain = end // self.size - self.depth(one.namespace, one.tokens, first)
-        row = self.cache.take_snapshot(one.lease, end)
+        row = self.cache.states.take(one.lease, end)
         if not self.free:
             victim = self.first_victim(one.namespace)
             if victim is None or (victim[0] == one.namespace and self.kept[victim].worth > self.age + gain):
@@ -512,7 +512,7 @@ class World:
 
     def keep(self, one: Running, row: int, end: int) -> None:
         key = one.namespace, tuple(one.tokens[:end])
-        snapshot = self.cache.keep_snapshot(one.lease, row, end)
+        snapshot = self.cache.states.keep(one.lease, row, end)
         assert snapshot is not None
         if key in self.kept:
             self.free.add(row)
@@ -534,7 +534,7 @@ class World:
         check_invariants(self.cache)
         found = {key: (s.row, s.worth, s.pins, s.uses, s.is_superseded) for key, s in walk(self.cache).items()}
         assert found == {key: (k.row, k.worth, k.pins, k.uses, k.superseded) for key, k in self.kept.items()}
-        assert self.cache.snapshots.num_free == len(self.free)
+        assert self.cache.states.table.num_free == len(self.free)
 
 
 def drive(seed: int, steps: int) -> World:
@@ -568,7 +568,7 @@ def drive(seed: int, steps: int) -> World:
         world.release(world.running[0], None)
     world.cache.reset()
     assert world.cache.num_free == world.cache.num_blocks
-    assert world.cache.snapshots.num_free == world.cache.snapshots.num_rows
+    assert world.cache.states.table.num_free == world.cache.states.table.num_rows
     return world
 
 

@@ -216,7 +216,7 @@ class World:
         one = self.pick(which)
         if one is None:
             return
-        self.cache.retain(one.lease, num_tokens, ttl, share, yields=yields)
+        self.cache.retentions.retain(one.lease, num_tokens, ttl, share, yields=yields)
         limit = int((SHARE if share is None else share) * self.cache.num_blocks)
         blocks = min(num_tokens, one.lease.num_published_tokens) // self.size
         if not blocks or not ttl or not limit:

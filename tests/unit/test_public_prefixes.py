@@ -87,7 +87,7 @@ def test_public_blocks_are_charged_to_nobody_elses_budget() -> None:
     assert cache.retentions.pin(array("i", SYSTEM), "b") == 16
     assert cache.retentions.budget("b") == (6, 0, 0, 6)
     lease = cache.match(prompt, "b")
-    cache.retain(lease, 16, 60.0)
+    cache.retentions.retain(lease, 16, 60.0)
     assert cache.retentions.budget("b") == (6, 0, 0, 6)
     cache.release(lease)
     check_invariants(cache)
@@ -145,7 +145,7 @@ def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed:
             check(lease, name, tokens, lease.num_published_tokens // SIZE)
         elif kind < 0.85 and running:
             lease, name, tokens = running.pop(draw.randrange(len(running)))
-            cache.retain(lease, draw.randint(0, 28), draw.randint(1, 20))
+            cache.retentions.retain(lease, draw.randint(0, 28), draw.randint(1, 20))
             before = num_public_blocks()
             cache.release(lease, draw.choice((None, draw.randint(0, 28))))
             assert name == PUBLIC or num_public_blocks() == before

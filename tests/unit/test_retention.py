@@ -23,7 +23,7 @@ def run(cache: PrefixCache, prompt: array[int]) -> Lease:
 
 def retain(cache: PrefixCache, prompt: array[int], ttl: float, share: float | None = None) -> None:
     lease = run(cache, prompt)
-    cache.retain(lease, len(prompt), ttl, share)
+    cache.retentions.retain(lease, len(prompt), ttl, share)
     cache.release(lease)
 
 
@@ -83,7 +83,7 @@ def test_a_prefix_is_as_recent_as_whatever_goes_on_from_it() -> None:
     prompt = array("i", range(16))
     cache.set_time(1000.0)
     lease = run(cache, prompt)
-    cache.retain(lease, 8, 60.0)  # splits a run that nobody has released yet
+    cache.retentions.retain(lease, 8, 60.0)  # splits a run that nobody has released yet
     assert [one.unused_for for one in finish(cache.prefixes(None, 10)).prefixes] == [0.0, 0.0]
     cache.set_time(1001.0)
     cache.release(lease)

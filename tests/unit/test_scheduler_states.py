@@ -72,7 +72,7 @@ def test_several_answers_to_one_prompt_go_on_from_one_snapshot() -> None:
         simulation.add(f"choice {seed}", SHARED[:34], SamplingParams(max_tokens=3, seed=seed))
     simulation.run()
     assert simulation.oracle.num_computed_tokens == 32 + 5 * (2 + 2)
-    assert simulation.cache.snapshots.num_used == 4
+    assert simulation.cache.states.table.num_used == 4
     simulation.check_all_done()
 
 
@@ -84,7 +84,7 @@ def test_the_next_turn_goes_on_from_the_answer(depth: int, run_ahead: bool) -> N
     # The last multiple of 16 tokens that were computed.
     assert second.request.num_cached_tokens == 48
     # One at the end of each prompt, one of the answer: the rolling one before it was given up.
-    assert simulation.cache.snapshots.num_cached == 3
+    assert simulation.cache.states.table.num_cached == 3
     simulation.check_all_done()
 
 

@@ -362,9 +362,9 @@ def test_blocks_that_are_not_kept_in_memory_are_not_kept_on_disk(keep: int) -> N
     written = cache.lower.take(3)
     cache.release(lease, keep)
     for copy in written:
-        cache.end_store(copy, 100, 0.0)
+        cache.lower.end_write(copy, 100, 0.0)
     for copy in cache.lower.take(16):
-        cache.end_store(copy, 100, 0.0)
+        cache.lower.end_write(copy, 100, 0.0)
     assert len(cache.lower.stored) == keep // SIZE
     check_invariants(cache)
 
@@ -484,11 +484,10 @@ def test_an_abort_while_a_border_is_read_frees_it_only_after_the_reading() -> No
     (job,) = second.take_copies(0.0)
     assert [copy.kind for copy in job.copies] == [Kind.WINDOW] * 2 + [Kind.STATE] + [Kind.KV] * 5
     second.abort("b")
-    assert second.cache.windows is not None
-    assert (second.cache.windows.num_lent_alone, second.cache.snapshots.num_written) == (2, 1)
+    assert (second.cache.windows.num_lent_alone, second.cache.states.table.num_written) == (2, 1)
     check_invariants(second.cache)
     second.end(job)
-    assert (second.cache.windows.num_lent, second.cache.snapshots.num_written) == (0, 0)
+    assert (second.cache.windows.num_lent, second.cache.states.table.num_written) == (0, 0)
     second.check_all_done()
 
 
@@ -531,7 +530,7 @@ def test_a_device_keeps_a_few_blocks_free_and_what_clients_retain() -> None:
     ask(life, "a", prompt.tolist(), max_tokens=1)
     life.settle()
     lease = life.cache.match(prompt)
-    life.cache.retain(lease, 20, 50.0)
+    life.cache.retentions.retain(lease, 20, 50.0)
     life.cache.release(lease)
     fill(life, 10, 20, 28)
     for _ in range(3):
@@ -641,7 +640,9 @@ class History:
                     del self.disk.files[choices.choice(sorted(self.disk.files))]
                 case 4 | 5 | 6:
                     lease = life.cache.match(array("i", prompt), namespace)
-                    life.cache.retain(lease, len(prompt), choices.choice([1.0, 50.0]), yields=choices.random() < 0.5)
+                    life.cache.retentions.retain(
+                        lease, len(prompt), choices.choice([1.0, 50.0]), yields=choices.random() < 0.5
+                    )
                     life.cache.release(lease)
                 case 7:
                     now += choices.choice([0.5, 3.0, 90.0])

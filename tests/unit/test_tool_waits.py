@@ -25,7 +25,7 @@ class Turns:
         assert self.cache.extend(lease, len(tokens) // SIZE - len(lease.block_ids)) is not None
         self.cache.free(self.cache.publish(lease, tokens, len(tokens)))
         if retained_for:
-            self.cache.retain(lease, len(tokens), retained_for)
+            self.cache.retentions.retain(lease, len(tokens), retained_for)
         self.cache.release(lease)
 
     def end(self, first: int, num_tokens: int = 4 * SIZE, *, has_tools: bool = True, share: float | None = None) -> str:

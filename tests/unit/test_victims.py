@@ -97,7 +97,7 @@ def test_blocks_go_as_if_every_leaf_was_looked_at(seed: int) -> None:
         elif kind < 0.5 and running:
             lease = running.pop(draw.randrange(len(running)))
             if draw.random() < 0.3:
-                cache.retain(lease, draw.randint(1, 4), 100.0)
+                cache.retentions.retain(lease, draw.randint(1, 4), 100.0)
             cache.release(lease)
         elif len(running) < 6:
             tokens = array("i", [draw.randrange(6) for _ in range(draw.randint(2, 14))])

@@ -66,7 +66,6 @@ def test_fewer_window_blocks_than_one_request_needs_are_refused() -> None:
 def test_a_lease_keeps_the_window_blocks_of_its_window_alone() -> None:
     cache = make()
     windows, lease = cache.windows, cache.match(tokens(41))
-    assert windows is not None
     compute(cache, lease, tokens(41))
     assert lease.first_window == 10 - SPAN
     assert windows.num_held == SPAN + 1
@@ -80,7 +79,6 @@ def test_a_lease_keeps_the_window_blocks_of_its_window_alone() -> None:
 def test_without_caching_a_block_behind_the_window_is_free_at_once() -> None:
     cache = make(caching=False)
     windows, lease = cache.windows, cache.match(tokens(41))
-    assert windows is not None
     compute(cache, lease, tokens(41))
     assert (windows.num_held, windows.num_cached, windows.num_free) == (SPAN + 1, 0, 40 - SPAN - 1)
     check_invariants(cache)
@@ -91,7 +89,6 @@ def test_without_caching_a_block_behind_the_window_is_free_at_once() -> None:
 def test_a_match_ends_at_the_last_boundary_with_a_complete_window() -> None:
     cache = make()
     windows = cache.windows
-    assert windows is not None
     use(cache, tokens(41))
     blocks = blocks_of(cache, tokens(41))
     for lost, depth in ((9, 9), (7, 7), (3, 7), (6, 6), (5, 3), (0, 3), (2, 0)):
@@ -113,7 +110,6 @@ def test_window_blocks_inside_a_run_go_before_those_at_its_end() -> None:
         use(cache, ids)
     for ids in prompts:
         assert use(cache, array("i", [*ids, 1, 2, 3, 4, 5])) == 44
-    assert cache.windows is not None
     assert cache.windows.num_evicted > 0
 
 
@@ -122,7 +118,7 @@ def test_a_place_where_others_are_expected_to_leave_is_kept_as_an_end_is() -> No
         cache = make(8, 200)
         lease = cache.match(tokens(81))
         if is_expected:
-            cache.expect(lease, 40)
+            cache.windows.expect(lease, 40)
         compute(cache, lease, tokens(81))
         cache.release(lease)
         assert use(cache, array("i", [*range(40), 7, 7, 7, 7, 7])) == (40 if is_expected else 0)
@@ -132,7 +128,7 @@ def test_a_retained_prefix_keeps_its_window_while_others_come_and_go() -> None:
     cache = make(10, 400)
     lease = cache.match(tokens(45))
     compute(cache, lease, tokens(45))
-    cache.retain(lease, 44, 60.0)
+    cache.retentions.retain(lease, 44, 60.0)
     cache.release(lease)
     for number in range(1, 12):
         use(cache, tokens(13, 100 * number))
@@ -168,7 +164,6 @@ def test_a_prefix_without_its_window_is_not_cached_to_be_pinned() -> None:
 def test_two_requests_that_compute_the_same_share_a_window_block_in_the_end() -> None:
     cache = make()
     windows, ids = cache.windows, tokens(17)
-    assert windows is not None
     leases = [cache.match(ids) for _ in range(2)]
     duplicates = []
     for lease in leases:
@@ -187,7 +182,6 @@ def test_two_requests_that_compute_the_same_share_a_window_block_in_the_end() ->
 def test_a_block_in_the_tree_without_a_window_block_takes_that_of_its_duplicate() -> None:
     cache = make()
     windows, ids = cache.windows, tokens(17)
-    assert windows is not None
     use(cache, ids)
     blocks = blocks_of(cache, ids)
     windows.drop(blocks)
@@ -268,7 +262,7 @@ class World:
     def retain(self, one: Running) -> None:
         num_published = one.num_computed // SIZE
         wanted = self.random.randrange(num_published + 1)
-        self.cache.retain(one.lease, wanted * SIZE, 9.0)
+        self.cache.retentions.retain(one.lease, wanted * SIZE, 9.0)
         for block in range(max(0, wanted - SPAN), wanted):
             if (key := self.prefix(one.account, one.ids, block)) in self.queue:
                 self.put(key, RETAINED)
@@ -277,7 +271,6 @@ class World:
     def make_room(self, count: int, account: str) -> None:
         """Worthless blocks go first, the oldest first; then the least worthy of the account that holds most."""
         windows = self.cache.windows
-        assert windows is not None
         for _ in range(count - windows.num_free):
             held = {name: self.num_held(name) for name in ACCOUNTS}
 
@@ -308,7 +301,6 @@ class World:
         end = min(len(one.ids), one.num_computed + self.random.randrange(1, 9))
         count = -(-end // SIZE) - len(one.lease.block_ids)
         windows = self.cache.windows
-        assert windows is not None
         num_needed = sum(len(other.lease.block_ids) - other.lease.first_window for other in self.running)
         assert windows.num_available == windows.num_blocks - windows.num_held >= windows.num_blocks - num_needed
         if count > min(self.cache.num_available, windows.num_available):
@@ -349,7 +341,6 @@ class World:
     def check(self) -> None:
         check_invariants(self.cache)
         windows = self.cache.windows
-        assert windows is not None
         there = {self.place(key) for key in self.queue}
         assert windows.num_cached == len(self.queue) == len(there)
         for one in self.running:
@@ -359,7 +350,6 @@ class World:
     def place(self, key: Prefix) -> int:
         """Return the window block of a cached prefix."""
         windows = self.cache.windows
-        assert windows is not None
         return windows.of(blocks_of(self.cache, array("i", key[1]), key[0])[-1:])[0]
 
 
@@ -379,5 +369,4 @@ def test_random_operations_agree_with_a_plain_model(seed: int) -> None:
     while world.running:
         world.end()
     world.cache.reset()
-    assert world.cache.windows is not None
     assert world.cache.windows.num_free == world.cache.windows.num_blocks

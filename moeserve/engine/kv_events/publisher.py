@@ -106,9 +106,9 @@ class KvEvents(Part):
         Facts that find the queue full are dropped; when there is room again, all blocks of the rank's cache follow.
         """
         for rank, cache in enumerate(self._caches):
-            facts = cache.take_facts()
+            facts = cache.facts.take()
             if rank in self._behind:
-                if self._publisher.has_room and self._publisher.put(rank, list(cache.published()), restarts=True):
+                if self._publisher.has_room and self._publisher.put(rank, list(cache.facts.published()), restarts=True):
                     self._behind.discard(rank)
             elif facts and not self._publisher.put(rank, facts):
                 self._behind.add(rank)
