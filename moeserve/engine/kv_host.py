@@ -27,7 +27,8 @@ from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.kv_disk.opening import memories_of
 from moeserve.engine.rank import Rank
 from moeserve.forever import repeat
-from moeserve.scheduling.lower_tier import GONE, STORED_AT_ONCE, CopyJob, CopyResult, Hosted, num_kept_free
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.lower_tier import GONE, STORED_AT_ONCE, CopyJob, Hosted, num_kept_free
 from moeserve.settings.quantities import show_size
 from radix_cache import NAME_BYTES, BlockCopy, Kind, StoredBlocks, Tier
 
@@ -286,7 +287,7 @@ class HostCopier:
         device = memories[Kind.KV][0].device if memories[Kind.KV] else memories[Kind.WINDOW][0].device
         self._stream = CopyStream(device)
         self._jobs: SimpleQueue[CopyJob | None] = SimpleQueue()
-        self._results: SimpleQueue[CopyResult] = SimpleQueue()
+        self._results: SimpleQueue[Result[CopyJob]] = SimpleQueue()
         self._num_open = 0
         threading.Thread(target=self._run, name="kv-host", daemon=True).start()
 
@@ -300,7 +301,7 @@ class HostCopier:
         self._num_open += 1
         self._jobs.put(job)
 
-    def take(self, seconds: float = 0.0) -> list[CopyResult]:
+    def take(self, seconds: float = 0.0) -> list[Result[CopyJob]]:
         """Return the results since the last call. Wait up to `seconds` for the first."""
         results = take_all(self._results, seconds)
         self._num_open -= len(results)
@@ -328,7 +329,7 @@ class HostCopier:
             log.error("kv_host_fault", exc_info=failure)
             for copy in job.copies if job.is_write else ():
                 self._pages.free(copy.path)
-        self._results.put(CopyResult(job, sizes, time.monotonic() - begun, error))
+        self._results.put(Result(job, sizes, time.monotonic() - begun, error))
         return True
 
     def _write(self, job: CopyJob) -> tuple[list[int], str | None]:

@@ -121,8 +121,8 @@ class Engine:
                 self._stats.count_step(seconds, self._steps.waited_s)
                 # A step that was planned ahead has run on its device during an earlier turn too.
                 self._scheduler.count_step(self._steps.device_s or seconds)
-            elif not self._scheduler.is_idle:
-                any(wait(_WAITING_POLL_SECONDS) for wait in self._wait)
+            elif not self._scheduler.is_idle and not any(wait(_WAITING_POLL_SECONDS) for wait in self._wait):
+                self._socket.wait(_WAITING_POLL_SECONDS)
             if self._stats.due():
                 self._send_stats()
             for end_turn in self._end_turn:

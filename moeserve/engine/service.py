@@ -26,10 +26,11 @@ from moeserve.engine.doctor import summary
 from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
 from moeserve.engine.fingerprint import fingerprint_of
-from moeserve.engine.kv_copies import Copier, KvCopies
+from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_disk.opening import KvDisk, open_kv_disk
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
 from moeserve.engine.kv_host import HostCopier, HostedBlocks, KvHost, disk_copier, open_hosted, open_kv_host
+from moeserve.engine.kv_moves import KvMoves, Mover
 from moeserve.engine.kv_transfer.exchange import KvExchange, KvLinks
 from moeserve.engine.loop import Engine
 from moeserve.engine.memory_plan import ModelPlan, plan_model
@@ -49,7 +50,7 @@ from moeserve.model.demo import ANSWER_TOKENS, demo_named
 from moeserve.model.families import GenerationDefaults
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.run_context import RunContext, keep_ready
-from moeserve.scheduling.lower_tier import LowerTier
+from moeserve.scheduling.lower_tier import CopyJob, LowerTier
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import Pace
 from moeserve.scheduling.parts import Part
@@ -242,13 +243,14 @@ def _open_links(context: RunContext, rank: Rank, cache: PrefixCache, pace: Pace)
 
 
 def _moves(
-    links: KvLinks | None, tier: LowerTier | None, copier: Copier | None, scheduler: Scheduler
+    links: KvLinks | None, tier: LowerTier | None, copier: Mover[CopyJob] | None, scheduler: Scheduler
 ) -> Iterator[Part]:
     """Yield the engine's parts that move KV, in their order. copier: of the tier."""
     if links is not None:
         yield KvExchange(links, scheduler)
+        yield KvMoves(links.fetches, links.fetcher, scheduler.waiting)
     if tier is not None and copier is not None:
-        yield KvCopies(tier, copier, scheduler.waiting)
+        yield KvMoves(tier, copier, scheduler.waiting)
 
 
 def _open_lower(context: RunContext, rank: Rank) -> KvDisk | KvHost | None:
@@ -260,7 +262,7 @@ def _open_lower(context: RunContext, rank: Rank) -> KvDisk | KvHost | None:
 
 def _start_copier(
     lower: KvDisk | KvHost, rank: Rank, hosted: HostedBlocks | None, copies: RankCopies | None, executor: Executor
-) -> Copier:
+) -> BlockCopier | HostCopier | RankCopies:
     """Return what carries out copies between memory and the lower tier. hosted: see `BlockCopier`. copies: of several
     ranks."""
     if isinstance(lower, KvHost):

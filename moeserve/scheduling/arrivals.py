@@ -5,14 +5,15 @@ Threads do the jobs, and their ends are reported. No clock and no input or outpu
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from moeserve.plan import Request
+from moeserve.plan import FinishReason, Request
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.request_memory import RankLoads
-from radix_cache import Fill
+from radix_cache import Fill, PrefixCache, Room, StoredBlock, begin_fill, is_still_full
 
 LEAST_WAIT_SECONDS = 5.0  # the longest wait of a request for blocks, or for a file lookup
 _UNKNOWN_WAIT_SECONDS = 30.0  # the same while it is not known how long computing takes
@@ -31,9 +32,25 @@ class Job:
     is_cancelled: bool = False
     is_begun: bool = False
 
+    @property
+    def is_quick(self) -> bool:
+        """True if its end is worth a short wait."""
+        return False
+
 
 J = TypeVar("J", bound=Job)
-R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Result(Generic[J]):
+    """The end of a job."""
+
+    job: J
+    num_bytes: Sequence[int]  # of each of the job's first blocks, which are copied
+    seconds: float  # that this took
+    error: str | None = None  # of the next block; None if all are copied or the job was cancelled
+    found: Sequence[StoredBlock] = ()  # the first of the blocks that were sought, as they are in the lower tier
+    hosted: Sequence[bool] = ()  # of each copied block: it was in the host's memory above the disk
 
 
 @dataclass(eq=False, slots=True)
@@ -126,19 +143,46 @@ def _give_up(arrival: Arrival[J]) -> None:
         arrival.fill.release()
 
 
-class Source(Part, Generic[J, R]):
-    """KV that comes from elsewhere by jobs of threads, with results of type R. `arrivals`: what is on its way."""
+class Source(Part, ABC, Generic[J]):
+    """KV that comes from elsewhere by jobs of threads. `arrivals`: what is on its way."""
 
     def __init__(self) -> None:
         self.arrivals: Arrivals[J] = Arrivals()
+        # By request id, the room that there was when its blocks found none.
+        self._no_room: dict[str, Room | None] = {}
 
+    def begin_fill(
+        self, request: Request, cache: PrefixCache, stop: int, num_spoken_for: int, names: list[bytes] | None = None
+    ) -> Fill | None:
+        """Lease blocks for the request's tokens up to block number `stop`. Return None if there is no room for them.
+
+        num_spoken_for: available blocks that other requests need. names: see `begin_fill` of `radix_cache`.
+        """
+        room = cache.room(num_spoken_for)
+        spare = num_spoken_for + -(-len(request.token_ids) // cache.block_size) - stop
+        fill = begin_fill(cache, request.token_ids, request.namespace, stop, spare, names)
+        self._no_room[request.request_id] = room if fill is None else None
+        return fill
+
+    def lacks_room(self, request: Request, cache: PrefixCache, num_spoken_for: int) -> bool:
+        """Return whether blocks of the request found no room before, and would find no more now."""
+        return is_still_full(cache.room(num_spoken_for), self._no_room.get(request.request_id))
+
+    def left(self, request: Request, reason: FinishReason) -> None:
+        self._no_room.pop(request.request_id, None)
+
+    @property
+    def writes_last(self) -> bool:
+        """True if an ending engine is to write for a moment."""
+        return False
+
+    @abstractmethod
     def num_found(self, request: Request) -> int:
         """Count the request's leading tokens that are in memory or there, as far as is known."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_looked_for(self, request: Request) -> bool:
         """Return whether more of the request's tokens may be found."""
-        raise NotImplementedError
 
     def concerns(self, request: Request) -> bool:
         """Return whether the request may have KV there."""
@@ -148,25 +192,25 @@ class Source(Part, Generic[J, R]):
         """Return whether a request of the queue waits, from now on, until its KV has been looked for."""
         return False
 
+    @abstractmethod
     def look_up(self, request: Request, now: float, loads: RankLoads, num_running: int) -> bool:
         """Return whether a request of the queue waits, from now on, until its KV has come.
 
         It is then to leave the queue until `end` or `take_overdue` returns it. now: on the scheduler's clock. loads: of
         the `num_running` running requests, beside which the request has to fit.
         """
-        raise NotImplementedError
 
     def count_found(self, request: Request, num_beyond: int) -> None:
         """Receive a request that ends uncomputed, for which `num_beyond` tokens were found that memory lacks."""
 
+    @abstractmethod
     def take_overdue(self, now: float) -> list[Request]:
         """Return the requests that have waited too long; they are to be computed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_jobs(self, now: float, num_running: int) -> list[J]:
         """Return the jobs that are to begin. now: in seconds since the epoch. num_running: requests."""
-        raise NotImplementedError
 
-    def end(self, result: R, now: float) -> list[Request]:
+    @abstractmethod
+    def end(self, result: Result[J], now: float) -> list[Request]:
         """Receive the end of a job. Return the requests that go back to the queue."""
-        raise NotImplementedError

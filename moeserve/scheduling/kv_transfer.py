@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from moeserve.kv_transfer import KvTicket, TicketOffice
 from moeserve.plan import FinishReason, Request
-from moeserve.scheduling.arrivals import Arrival, Job, Source, longest_wait_s
+from moeserve.scheduling.arrivals import Arrival, Job, Result, Source, longest_wait_s
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.request_memory import RankLoads
-from radix_cache import BlockCopy, Lease, PrefixCache, Room, account_of, begin_fill, is_still_full
+from radix_cache import BlockCopy, Lease, PrefixCache, account_of
 
 _MOST_HELD = 0.5  # share of all blocks; tickets beyond it end leases of the account that holds most for its weight
 
@@ -141,16 +141,6 @@ class FetchJob(Job):
     copies: Sequence[BlockCopy] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FetchResult:
-    """The end of a job. failure: a word for the reason if not all of its blocks were fetched."""
-
-    job: FetchJob
-    num_filled: int
-    seconds: float
-    failure: str | None = None
-
-
 @dataclass(slots=True)
 class FetchCounters:
     """Totals since the start. failures: requests that could not fetch their blocks and computed them, by reason."""
@@ -161,7 +151,7 @@ class FetchCounters:
     failures: Counter[str] = field(default_factory=Counter)
 
 
-class KvFetches(Source[FetchJob, FetchResult]):
+class KvFetches(Source[FetchJob]):
     """The requests that wait until blocks of their prompts have been fetched from other services."""
 
     def __init__(self, cache: PrefixCache, office: TicketOffice, compute_s: Callable[[int, int], float]) -> None:
@@ -172,8 +162,6 @@ class KvFetches(Source[FetchJob, FetchResult]):
         self._compute_s = compute_s
         self._coming: dict[str, Arrival[FetchJob]] = {}  # by the number of the ticket
         self._returns: list[FetchJob] = []
-        # By request id, what there was when its blocks could not be fetched for lack of room.
-        self._no_room: dict[str, Room | None] = {}
         self.counters = FetchCounters()
         # The services, by host and port, whose tickets had another fingerprint. Their tickets were signed with the key.
         self.unlike: set[tuple[str, int]] = set()
@@ -213,14 +201,12 @@ class KvFetches(Source[FetchJob, FetchResult]):
         num_spoken_for = loads.num_spoken_for(request)
         fetch = self._coming.get(ticket.request_id)
         if fetch is None:
-            room = self._cache.room(num_spoken_for)
-            if is_still_full(room, self._no_room.get(request.request_id)):
+            if self.lacks_room(request, self._cache, num_spoken_for):
                 return False
             if request.wants_prompt_logprobs or self.num_lacking(request) <= 0:
                 self.give_back(request)
                 return False
             fetch = self._begin(request, ticket, now, num_spoken_for)
-            self._no_room[request.request_id] = room if fetch is None else None
         if fetch is None or fetch.job.is_cancelled:
             # There is no room yet, or another request has just ended its fetch of these blocks.
             return False
@@ -245,19 +231,20 @@ class KvFetches(Source[FetchJob, FetchResult]):
         jobs, self._returns = self._returns + self.arrivals.take_jobs(), []
         return jobs
 
-    def end(self, result: FetchResult, now: float) -> list[Request]:
+    def end(self, result: Result[FetchJob], now: float) -> list[Request]:
         job, counters = result.job, self.counters
         if not job.copies:
             return []
         fetch, requests = self.arrivals.end(job)
         assert fetch.fill is not None
         del self._coming[job.ticket.request_id]
-        counters.num_blocks += result.num_filled
-        counters.num_tokens += result.num_filled * self._cache.block_size
+        num_filled = len(result.num_bytes)
+        counters.num_blocks += num_filled
+        counters.num_tokens += num_filled * self._cache.block_size
         counters.seconds += result.seconds
-        if result.failure is not None:
-            counters.failures[result.failure] += 1
-        fetch.fill.end(result.num_filled)
+        if result.error is not None:
+            counters.failures[result.error] += 1
+        fetch.fill.end(num_filled)
         return requests
 
     def num_lacking(self, request: Request) -> int:
@@ -266,7 +253,7 @@ class KvFetches(Source[FetchJob, FetchResult]):
         return self.num_held(request) // size * size - self._cache.peek(request.token_ids, request.namespace)
 
     def left(self, request: Request, reason: FinishReason) -> None:
-        self._no_room.pop(request.request_id, None)
+        super().left(request, reason)
         self.give_back(request)
 
     def give_back(self, request: Request) -> None:
@@ -278,8 +265,7 @@ class KvFetches(Source[FetchJob, FetchResult]):
     def _begin(self, request: Request, ticket: KvTicket, now: float, num_spoken_for: int) -> Arrival[FetchJob] | None:
         size = self._cache.block_size
         stop = self.num_held(request) // size
-        spare = num_spoken_for + -(-len(request.token_ids) // size) - stop
-        fill = begin_fill(self._cache, request.token_ids, request.namespace, stop, spare)
+        fill = self.begin_fill(request, self._cache, stop, num_spoken_for)
         if fill is None:
             return None
         deadline = now + longest_wait_s(self._compute_s(fill.first * size, stop * size))

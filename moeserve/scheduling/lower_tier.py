@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moeserve.plan import FinishReason, Request
-from moeserve.scheduling.arrivals import LEAST_WAIT_SECONDS, Arrival, Job, Source, longest_wait_s
+from moeserve.scheduling.arrivals import LEAST_WAIT_SECONDS, Arrival, Job, Result, Source, longest_wait_s
 from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, fate_of
 from moeserve.scheduling.pacing import Pace
 from moeserve.scheduling.request_memory import RankLoads
@@ -24,12 +24,9 @@ from radix_cache import (
     Chores,
     Fill,
     PrefixCache,
-    Room,
     StoredBlock,
     StoredBlocks,
     Tier,
-    begin_fill,
-    is_still_full,
 )
 
 STORED_AT_ONCE = 16  # blocks that one job writes where they stay in memory, and that are in copy at most
@@ -66,22 +63,10 @@ class CopyJob(Job):
     is_gentle: bool = False
     rank: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class CopyResult:
-    """The end of a job: the bytes of the files of its first blocks that are copied, and the seconds that this took.
-
-    error: of the next block, None if all are copied or the job was cancelled. found: the first blocks of
-    `CopyJob.sought`, as they are in the lower tier. hosted: of each copied block, whether it was in the host's memory
-    above the disk; none without such memory.
-    """
-
-    job: CopyJob
-    num_bytes: Sequence[int]
-    seconds: float
-    error: str | None = None
-    found: Sequence[StoredBlock] = ()
-    hosted: Sequence[bool] = ()
+    @property
+    def is_quick(self) -> bool:
+        """True for a search: files are found at once unless the disk hangs."""
+        return self.sought is not None
 
 
 class Hosted(Protocol):
@@ -139,13 +124,12 @@ class _Lookup:
     is_sought: bool = False  # files that other services have written were looked for
     is_over: bool = False  # it waits for no block from here
     num_waits: int = 0  # for blocks, since it was preempted last
-    no_room: Room | None = None  # what there was when its blocks could not be read for lack of room
     # The rank, first token and end of the blocks that it waited for, and how many of these tokens were in the host's
     # memory above a disk.
     restored: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
-class LowerTier(Source[CopyJob, CopyResult]):
+class LowerTier(Source[CopyJob]):
     """Moves blocks between the caches of all ranks and the tier below: any rank can read what another one has
     written."""
 
@@ -179,11 +163,16 @@ class LowerTier(Source[CopyJob, CopyResult]):
     def stored(self) -> StoredBlocks:
         return self._stored
 
+    @property
+    def writes_last(self) -> bool:
+        return self._stored.tier is Tier.DISK
+
     def enter(self, request: Request) -> bool:
         request.num_lower_tokens, self._lookups[request.request_id] = 0, _Lookup()
         return False
 
     def left(self, request: Request, reason: FinishReason) -> None:
+        super().left(request, reason)
         del self._lookups[request.request_id]
 
     def num_found(self, request: Request) -> int:
@@ -250,8 +239,7 @@ class LowerTier(Source[CopyJob, CopyResult]):
         if lookup.is_over or request.wants_prompt_logprobs:
             return False
         cache, size, num_spoken_for = self._caches[request.rank], self._block_size, loads.num_spoken_for(request)
-        room = cache.room(num_spoken_for)
-        if is_still_full(room, lookup.no_room):
+        if self.lacks_room(request, cache, num_spoken_for):
             return False
         first = cache.peek(request.token_ids, request.namespace) // size
         stop = self._trees[request.rank].num_stored(request.token_ids, request.namespace, request.prefix_names, first)
@@ -265,11 +253,8 @@ class LowerTier(Source[CopyJob, CopyResult]):
             if not is_forced and not self._is_sooner(request, first * size, stop * size, num_running):
                 lookup.is_over = True
                 return False
-            spare = num_spoken_for + -(-len(request.token_ids) // size) - stop
-            names = request.prefix_names
-            fill = begin_fill(cache, request.token_ids, request.namespace, stop, spare, names)
+            fill = self.begin_fill(request, cache, stop, num_spoken_for, request.prefix_names)
             if fill is None:
-                lookup.no_room = room
                 return False
             reading = self._begin(fill, request.rank, now, is_gentle=num_running > 0)
         self.arrivals.wait(request, reading)
@@ -300,7 +285,7 @@ class LowerTier(Source[CopyJob, CopyResult]):
                 jobs.append(CopyJob(copies, is_write=True, chores=chores, rank=rank, is_gentle=num_running > 0))
         return jobs
 
-    def end(self, result: CopyResult, now: float) -> list[Request]:
+    def end(self, result: Result[CopyJob], now: float) -> list[Request]:
         """Receive the end of a job. Return the requests that go back to the queue."""
         job, counters, tree = result.job, self.counters, self._trees[result.job.rank]
         num_bytes = sum(result.num_bytes)

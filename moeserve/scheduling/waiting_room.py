@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 from moeserve.plan import Request
-from moeserve.scheduling.arrivals import Job, Source
+from moeserve.scheduling.arrivals import Job, Result, Source
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenants, WaitingQueue
 from moeserve.scheduling.pacing import Load, Pace
 from moeserve.scheduling.parts import Parts
@@ -30,7 +30,6 @@ _LEAST_ASKED_TOKENS = 1024
 _CLEARLY_LATE = 1.2
 
 J = TypeVar("J", bound=Job)
-R = TypeVar("R")
 
 
 class WaitingRoom:
@@ -45,7 +44,7 @@ class WaitingRoom:
         running: list[Request],
         tenants: Tenants,
         pace: Pace,
-        sources: Sequence[Source[Any, Any]],
+        sources: Sequence[Source[Any]],
         parts: Parts,
     ) -> None:
         self.queue = WaitingQueue(tenants, pace.is_late, pace.is_bounded, pace.tells_overload)
@@ -76,7 +75,7 @@ class WaitingRoom:
         if not any(source.arrivals.leave(request) for source in self._sources):
             self._take_out(request)
 
-    def take_jobs(self, source: Source[J, Any], now: float) -> list[J]:
+    def take_jobs(self, source: Source[J], now: float) -> list[J]:
         """Return the jobs of a source that are to begin. To be called before each `Scheduler.schedule`.
 
         Requests that are next in the queue wait from now on if their KV comes from there. now: in seconds since the
@@ -87,7 +86,7 @@ class WaitingRoom:
         self._take_out_next(source)
         return source.take_jobs(now, len(self._running))
 
-    def end_job(self, source: Source[Any, R], result: R, now: float) -> None:
+    def end_job(self, source: Source[J], result: Result[J], now: float) -> None:
         """Receive the end of a job; requests that waited for it take their places. now: in seconds since the epoch."""
         for request in source.end(result, now):
             self.place(request)
@@ -150,7 +149,7 @@ class WaitingRoom:
         kept_out, first = islice(self._kept_out.values(), most), islice(self.queue.candidates(), most)
         return list(dict.fromkeys((*hurried, *kept_out, *first)))
 
-    def _take_out_next(self, source: Source[Any, Any]) -> None:
+    def _take_out_next(self, source: Source[Any]) -> None:
         """Take out the next requests that wait for a source. Those behind them are next then, and are asked as well."""
         asked, num_tokens = set[str](), 0
         loads: RankLoads | None = None
@@ -164,7 +163,7 @@ class WaitingRoom:
             if not taken or num_tokens >= _MOST_ASKED_TOKENS:
                 return
 
-    def _waits(self, request: Request, source: Source[Any, Any], loads: RankLoads) -> bool:
+    def _waits(self, request: Request, source: Source[Any], loads: RankLoads) -> bool:
         """Return whether a request waits for a source from now on."""
         if source.seek(request, self._pace.now):
             return True

@@ -27,7 +27,8 @@ from moeserve.engine.kv_host import (
 )
 from moeserve.engine.memory_plan import check_kv_tiers
 from moeserve.engine.rank import Rank
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.lower_tier import CopyJob
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ def copy_of(name: int, block: int, kind: Kind = Kind.KV) -> BlockCopy:
     return BlockCopy(block, bytes((name,)) * 16 + (bytes((kind,)) if kind else b""), FOLDER, 0, b"", kind)
 
 
-def finish(copier: HostCopier | BlockCopier, job: CopyJob) -> CopyResult:
+def finish(copier: HostCopier | BlockCopier, job: CopyJob) -> Result[CopyJob]:
     copier.start(job)
     (result,) = copier.take(30.0)
     assert not copier.is_busy

@@ -28,7 +28,8 @@ from moeserve.engine.ranks.steps import RankSteps
 from moeserve.engine.ranks.together import StepRows
 from moeserve.engine.ranks.transport import BeatThread, RankLink
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.lower_tier import CopyJob
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,12 @@ class CopiesAtOnce:
     """A copier whose jobs end as they begin."""
 
     def __init__(self) -> None:
-        self._ended: list[CopyResult] = []
+        self._ended: list[Result[CopyJob]] = []
 
     def start(self, job: CopyJob) -> None:
-        self._ended.append(CopyResult(job, [], 0.0))
+        self._ended.append(Result(job, [], 0.0))
 
-    def take(self, seconds: float) -> list[CopyResult]:
+    def take(self, seconds: float) -> list[Result[CopyJob]]:
         ended, self._ended = self._ended, []
         return ended
 

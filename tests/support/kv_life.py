@@ -9,7 +9,8 @@ from collections.abc import Collection
 from typing import Any
 
 from moeserve.plan import SamplingParams
-from moeserve.scheduling.lower_tier import GONE, CopyJob, CopyResult, TierCounters
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.lower_tier import GONE, CopyJob, TierCounters
 from radix_cache import Kind, StoredBlock, StoredBlocks, Tier
 from tests.support.kv_oracle import Cell, Record
 from tests.support.scheduler_simulation import Simulation
@@ -106,7 +107,7 @@ class Life(Simulation):
             sizes.append(100)
         hosted = [copy.name in self.hosted for copy in job.copies[: len(sizes)]]
         assert self.tier is not None
-        self.scheduler.waiting.end_job(self.tier, CopyResult(job, sizes, 0.01, error, hosted=hosted), 0.0)
+        self.scheduler.waiting.end_job(self.tier, Result(job, sizes, 0.01, error, hosted=hosted), 0.0)
 
     def settle(self) -> None:
         """Run to the end, copies included."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from random import Random
 
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult, LowerTier
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.lower_tier import CopyJob, LowerTier
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import Pace
 from moeserve.scheduling.scheduler import Scheduler
@@ -62,13 +63,13 @@ class ScriptedCopies:
         self._free_at[job.is_write] = end = max(now, self._free_at[job.is_write]) + seconds
         self._open[job.is_write].append((end, seconds, job))
 
-    def take(self, now: float) -> list[CopyResult]:
+    def take(self, now: float) -> list[Result[CopyJob]]:
         """Return the results of jobs that have ended."""
         results = []
         for jobs in self._open.values():
             while jobs and jobs[0][0] <= now:
                 _, seconds, job = jobs.popleft()
-                results.append(CopyResult(job, [1] * len(job.copies), seconds))
+                results.append(Result(job, [1] * len(job.copies), seconds))
         return results
 
     @property

@@ -20,7 +20,8 @@ from moeserve.engine.kv_transfer.messages import BLOCK, GET, NONE, pack_number
 from moeserve.engine.kv_transfer.server import BlockServer
 from moeserve.engine.ranks.meeting import Gatekeeper, create_keys, load_keys
 from moeserve.kv_transfer import KvTicket
-from moeserve.scheduling.kv_transfer import FetchJob, FetchResult
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.kv_transfer import FetchJob
 from radix_cache import BlockCopy
 
 NUM_BLOCKS, BYTES, HEADS, NUM_ARRAYS = 40, 8, 2, 20
@@ -123,7 +124,7 @@ class Pair:
             assert self.fetcher.take(0.005) == []
         raise AssertionError(f"{filled(self.memory)} blocks have come")
 
-    def result(self) -> FetchResult:
+    def result(self) -> Result[FetchJob]:
         (result,) = self.fetcher.take(WAIT_S)
         return result
 

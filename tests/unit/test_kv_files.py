@@ -19,7 +19,8 @@ from click.testing import CliRunner
 from launcher.cli import main
 from moeserve.engine.kv_disk.copier import BlockBuffer, BlockCopier, make_buffers
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles, clear, open_root, scan, why_damaged, why_unusable
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.lower_tier import CopyJob
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock, border_name
 
 FINGERPRINT = "ab" * 16
@@ -247,7 +248,7 @@ def test_a_folder_in_which_another_user_could_put_blocks_is_refused(
     assert why_unusable(root) == "it belongs to another user"
 
 
-def finish(copier: BlockCopier, job: CopyJob) -> CopyResult:
+def finish(copier: BlockCopier, job: CopyJob) -> Result[CopyJob]:
     copier.start(job)
     (result,) = copier.take(30.0)
     assert not copier.is_busy

@@ -11,7 +11,8 @@ import pytest
 
 from moeserve.kv_transfer import KvTicket, TicketOffice, parse_kv_transfer, read_params
 from moeserve.plan import DEFAULT_TERMS, Request, SamplingParams
-from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvFetches, KvOffers
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.kv_transfer import FetchJob, KvFetches, KvOffers
 from moeserve.scheduling.request_memory import RankLoads
 from radix_cache import PrefixCache
 from tests.support.cache_invariants import check_invariants
@@ -256,7 +257,7 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
                 job = open_jobs.pop(draw.randrange(len(open_jobs)))
                 filled = draw.randint(0, len(job.copies))
                 failure = None if filled == len(job.copies) or job.is_cancelled else "gone"
-                for request in fetches.end(FetchResult(job, filled, 0.1, failure), 0.0):
+                for request in fetches.end(Result(job, [1] * filled, 0.1, failure), 0.0):
                     waiting.remove(request)
             case 4:
                 for request in fetches.take_overdue(now):
@@ -269,7 +270,7 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
     for request in waiting[:]:
         assert fetches.arrivals.leave(request)
     for job in open_jobs:
-        assert fetches.end(FetchResult(job, 0, 0.1), 0.0) == []
+        assert fetches.end(Result(job, [1] * 0, 0.1), 0.0) == []
     check_invariants(cache)
     assert (cache.num_leased, cache.num_in_copy) == (0, 0)
 
@@ -286,8 +287,8 @@ def test_a_prompt_that_waits_too_long_keeps_the_blocks_that_have_come() -> None:
     assert fetches.take_overdue(40.0) == [requests[1]]
     assert (begun.is_cancelled, queued.is_cancelled, fetches.counters.failures["timeout"]) == (True, True, 2)
     assert fetches.take_overdue(41.0) == []
-    assert fetches.end(FetchResult(begun, 3, 40.0), 0.0) == [requests[0]]
-    assert fetches.end(FetchResult(queued, 0, 40.0), 0.0) == []
+    assert fetches.end(Result(begun, [1] * 3, 40.0), 0.0) == [requests[0]]
+    assert fetches.end(Result(queued, [1] * 0, 40.0), 0.0) == []
     assert (cache.peek(tokens), cache.num_leased, cache.num_in_copy) == (3 * SIZE, 0, 0)
 
 

@@ -13,7 +13,8 @@ from moeserve.engine.kv_disk.copier import BlockCopier, BlockMemory, make_buffer
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.messages import FromRank, ToRank
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.lower_tier import CopyJob
 from moeserve.wire import decode, encode
 from radix_cache import BlockCopy, Kind
 
@@ -60,11 +61,11 @@ class Ranks:
     def _turn(self) -> None:
         self.member.tell_ends(0.001)
 
-    def run(self, *jobs: CopyJob) -> list[CopyResult]:
+    def run(self, *jobs: CopyJob) -> list[Result[CopyJob]]:
         """Carry jobs out and return their results in the order of the jobs."""
         for job in jobs:
             self.copies.start(job)
-        results: list[CopyResult] = []
+        results: list[Result[CopyJob]] = []
         while self.copies.is_busy:
             results += self.copies.take(0.001)
         assert not self.member.is_busy

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles
 from moeserve.forever import repeat
-from moeserve.scheduling.lower_tier import GONE, CopyJob, CopyResult, Hosted
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.lower_tier import GONE, CopyJob, Hosted
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
 NUM_READERS = 2  # threads that read files; one more writes
@@ -67,7 +68,7 @@ class BlockCopier:
         self.hosted = hosted
         self._writes: SimpleQueue[CopyJob | None] = SimpleQueue()
         self._reads: SimpleQueue[_Part | _Search | None] = SimpleQueue()
-        self._results: SimpleQueue[CopyResult] = SimpleQueue()
+        self._results: SimpleQueue[Result[CopyJob]] = SimpleQueue()
         self._num_open = 0
         _start_thread("kv-writer", self._write_next, buffers())
         for number in range(NUM_READERS):
@@ -91,7 +92,7 @@ class BlockCopier:
         for start in range(0, len(job.copies), _READ_AT_ONCE):
             self._reads.put(_Part(read, start, min(start + _READ_AT_ONCE, len(job.copies))))
 
-    def take(self, seconds: float = 0.0) -> list[CopyResult]:
+    def take(self, seconds: float = 0.0) -> list[Result[CopyJob]]:
         """Return the results since the last call. Wait up to `seconds` for the first."""
         results = take_all(self._results, seconds)
         self._num_open -= len(results)
@@ -123,7 +124,7 @@ class BlockCopier:
         except Exception as failure:
             error = type(failure).__name__
             log.error("kv_disk_fault", exc_info=failure)
-        self._results.put(CopyResult(job, sizes, time.monotonic() - begun, error))
+        self._results.put(Result(job, sizes, time.monotonic() - begun, error))
         return True
 
     def _do_chores(self, chores: Chores | None) -> None:
@@ -154,7 +155,7 @@ class BlockCopier:
             self._results.put(result)
         return True
 
-    def _search(self, job: CopyJob) -> CopyResult:
+    def _search(self, job: CopyJob) -> Result[CopyJob]:
         begun, found = time.monotonic(), list[StoredBlock]()
         try:
             with suppress(OSError):
@@ -167,7 +168,7 @@ class BlockCopier:
                             found.append(self._files.status(other))
         except Exception as failure:
             log.error("kv_disk_fault", exc_info=failure)
-        return CopyResult(job, (), time.monotonic() - begun, found=found)
+        return Result(job, (), time.monotonic() - begun, found=found)
 
     def _read(self, copy: BlockCopy, buffers: Mapping[Kind, Buffer]) -> tuple[int | str, bool]:
         """Fill a block. Return the size of its file, or the error, and whether it was in the host's memory."""
@@ -251,7 +252,7 @@ class _Read:
             elif index < self._first_bad:
                 self._first_bad, self._error = index, outcome
 
-    def end_part(self) -> CopyResult | None:
+    def end_part(self) -> Result[CopyJob] | None:
         """Record the end of a part. Return the result once all parts have ended."""
         with self._lock:
             self._num_parts -= 1
@@ -263,7 +264,7 @@ class _Read:
             error = None if self.job.is_cancelled else self._error
             assert self._begun is not None
             hosted = [index in self._hosted for index in range(len(sizes))]
-            return CopyResult(self.job, sizes, time.monotonic() - self._begun, error, hosted=hosted)
+            return Result(self.job, sizes, time.monotonic() - self._begun, error, hosted=hosted)
 
 
 class _Part:

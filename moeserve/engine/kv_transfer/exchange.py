@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ class KvLinks:
 
 
 class KvExchange(Part):
-    """Carries out the fetches of a scheduler's requests, and ends its offers as they are fetched."""
+    """Ends the offers of a scheduler as other services fetch them, and has the figures of all transfers."""
 
     def __init__(self, links: KvLinks, scheduler: Scheduler) -> None:
         """links: its offers and fetches are parts of the scheduler."""
@@ -91,13 +90,11 @@ class KvExchange(Part):
         self._unlike: set[tuple[str, int]] = set()
 
     def turn(self) -> None:
-        self._exchange()
-
-    def wait(self, seconds: float) -> bool:
-        if not self._fetches.arrivals.waiting:
-            return False
-        self._exchange(seconds)
-        return True
+        scheduler = self._scheduler
+        for ticket_id, is_last in self._links.server.take_fetched():
+            self._offers.record_fetch(ticket_id, scheduler.now, is_last=is_last)
+        self._offers.expire(scheduler.now, scheduler.lacking)
+        self._tell_unlike(self._fetches.unlike)
 
     def samples(self) -> FeatureSamples:
         offers, counters = self._offers, self._fetches.counters
@@ -110,18 +107,6 @@ class KvExchange(Part):
             "moeserve_kv_transfer_seconds": [[round(counters.seconds, 6)]],
             "moeserve_kv_transfer_failed": [[reason, count] for reason, count in sorted(counters.failures.items())],
         }
-
-    def _exchange(self, seconds: float = 0.0) -> None:
-        """Report finished fetches, and begin new ones. Wait up to `seconds` for one that ends."""
-        scheduler, fetcher = self._scheduler, self._links.fetcher
-        for ticket_id, is_last in self._links.server.take_fetched():
-            self._offers.record_fetch(ticket_id, scheduler.now, is_last=is_last)
-        for result in fetcher.take(seconds):
-            scheduler.waiting.end_job(self._fetches, result, time.time())
-        self._offers.expire(scheduler.now, scheduler.lacking)
-        self._tell_unlike(self._fetches.unlike)
-        for job in scheduler.waiting.take_jobs(self._fetches, time.time()):
-            fetcher.start(job)
 
     def _tell_unlike(self, services: Set[tuple[str, int]]) -> None:
         """Log once each service whose tickets serve nothing here."""

@@ -24,7 +24,8 @@ from moeserve.engine.kv_transfer.messages import (
     read_number,
 )
 from moeserve.engine.ranks.meeting import RankKeys
-from moeserve.scheduling.kv_transfer import FetchJob, FetchResult
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.kv_transfer import FetchJob
 
 _NUM_THREADS = 32  # fetches at once; one from a service that is silent takes its thread for _SILENCE_SECONDS
 _ASKED_AHEAD = 2 * BLOCKS_AT_ONCE  # blocks that are requested before the first of them has come
@@ -54,18 +55,27 @@ class BlockFetcher:
         self._sockets = sockets
         self._keys = keys
         self._memory = memory
-        self._results: SimpleQueue[FetchResult] = SimpleQueue()
+        self._results: SimpleQueue[Result[FetchJob]] = SimpleQueue()
         self._stopped = threading.Event()
         self._silent = SilentServices()
+        self._num_open = 0
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-fetcher")
+
+    @property
+    def is_busy(self) -> bool:
+        """True until the result of every job has been taken."""
+        return self._num_open > 0
 
     def start(self, job: FetchJob) -> None:
         """Begin a job; `take` returns its result."""
+        self._num_open += 1
         self._threads.submit(self._run, job)
 
-    def take(self, seconds: float = 0.0) -> list[FetchResult]:
+    def take(self, seconds: float = 0.0) -> list[Result[FetchJob]]:
         """Return the results since the last call. Wait up to `seconds` for the first."""
-        return take_all(self._results, seconds)
+        results = take_all(self._results, seconds)
+        self._num_open -= len(results)
+        return results
 
     def close(self) -> None:
         """End the threads and their fetches."""
@@ -86,7 +96,8 @@ class BlockFetcher:
         if failure is not None:
             ticket = job.ticket
             log.warning("kv_not_fetched", reason=failure, host=ticket.host, port=ticket.port, fetched=num_filled)
-        self._results.put(FetchResult(job, num_filled, time.monotonic() - begun, failure))
+        num_bytes = [] if fetch is None else [fetch.block_bytes] * num_filled
+        self._results.put(Result(job, num_bytes, time.monotonic() - begun, failure))
 
     def _fetch(self, fetch: Fetch) -> str | None:
         """Fetch a job's blocks, and end their lease. Return a word for the reason if not all were fetched."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.ranks.messages import CancelCopies, CopiesEnded, CopyBlocks, FromRank, OpenDisk, ToRank
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult
+from moeserve.scheduling.arrivals import Result
+from moeserve.scheduling.lower_tier import CopyJob
 
 
 class RankCopies:
@@ -31,7 +32,7 @@ class RankCopies:
         self._numbers = count()
         self._open: dict[int, CopyJob] = {}
         self._cancelled: set[int] = set()
-        self._ended: deque[CopyResult] = deque()
+        self._ended: deque[Result[CopyJob]] = deque()
 
     def open(self, own: BlockCopier, files: BlockFiles, receive: Callable[[], None]) -> None:
         """Let every rank open the disk. own: of rank 0. receive: hands messages that have come to `on_message`."""
@@ -43,7 +44,7 @@ class RankCopies:
         if isinstance(message, CopiesEnded):
             self._cancelled.discard(message.number)
             job = self._open.pop(message.number)
-            self._ended.append(CopyResult(job, message.num_bytes, message.seconds, message.error))
+            self._ended.append(Result(job, message.num_bytes, message.seconds, message.error))
 
     @property
     def is_busy(self) -> bool:
@@ -60,7 +61,7 @@ class RankCopies:
         self._open[number] = job
         self._send(job.rank, CopyBlocks(number, list(job.copies), job.is_write, job.is_gentle))
 
-    def take(self, seconds: float = 0.0) -> list[CopyResult]:
+    def take(self, seconds: float = 0.0) -> list[Result[CopyJob]]:
         """Return the results since the last call. Wait up to `seconds` for the first. Raise RankError."""
         assert self._own is not None
         for number, job in self._open.items():

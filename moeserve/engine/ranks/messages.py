@@ -147,7 +147,7 @@ class CancelCopies(Message):
 
 
 class CopiesEnded(Message):
-    """The end of a `CopyBlocks`; see `moeserve.scheduling.lower_tier.CopyResult`."""
+    """The end of a `CopyBlocks`; see `moeserve.scheduling.arrivals.Result`."""
 
     rank: int
     number: int
