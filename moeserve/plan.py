@@ -264,6 +264,18 @@ class Request:
         )
 
     @property
+    def held(self) -> Lease:
+        """The lease of a request that runs."""
+        assert self.lease is not None
+        return self.lease
+
+    @property
+    def held_state(self) -> RequestState:
+        """The recurrent state of a request that has one."""
+        assert self.state is not None
+        return self.state
+
+    @property
     def is_in_flight(self) -> bool:
         """True if a plan in flight names the request or one of its beams."""
         if self.num_scheduled_tokens or not self.beams:

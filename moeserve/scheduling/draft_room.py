@@ -71,13 +71,11 @@ class DraftRoom:
         other angles.
 
         num_spare: by namespace, the blocks that are left for drafts, as far as they were counted."""
-        num_known, lease = len(request.token_ids), request.lease
-        assert lease is not None
+        num_known, lease = len(request.token_ids), request.held
         if request.wants_prompt_logprobs:
             return 0
         room = min(request.sampling.max_tokens + request.num_prompt_tokens - num_known - 1, num_guessed)
-        if request.state is not None:
-            room = min(room, memory.draft_room(request))
+        room = int(min(room, memory.draft_room(request)))
         if self.rope_switch is not None and not request.first_angle:
             room = min(room, self.rope_switch - num_known)
         room = self.most_drafts(request, room)

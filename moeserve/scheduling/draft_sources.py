@@ -96,8 +96,7 @@ class CachedText:
 
     def guess(self, request: Request, memory: RequestMemory, most: int) -> Guess:
         """Return up to `most` tokens that are cached behind the request's tokens."""
-        assert request.lease is not None
-        num_published = request.lease.num_published_tokens
+        num_published = request.held.num_published_tokens
         if num_published == self._num_published:
             return _NOTHING_CACHED
         tokens = memory.continuation(request, most)

@@ -207,9 +207,8 @@ class LowerTier(Source[CopyJob]):
 
     def preempted(self, request: Request, num_running: int) -> None:
         """Decide what becomes of the KV of a request that is about to lose its lease."""
-        assert request.lease is not None
         cache, size = self._caches[request.rank], self._block_size
-        num_blocks = request.lease.num_published_tokens // size
+        num_blocks = request.held.num_published_tokens // size
         names = request.prefix_names
         self._stored.name(names, request.namespace, request.token_ids, num_blocks, size)
         unwritten = [name for name in names[:num_blocks] if name not in self._stored]

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from itertools import chain
-from math import inf
 
 from moeserve.plan import Chunk, Request, StateUse, WindowTable
 from moeserve.scheduling.open_prompts import OpenPrompts, ScheduledPrompts
-from moeserve.scheduling.request_states import PROMPT_INTERVAL_TOKENS, RequestStates
+from moeserve.scheduling.request_states import PROMPT_INTERVAL_TOKENS, NoStates
 from radix_cache import PUBLIC, Fork, Miss, PrefixCache, Room, is_still_full
 
 
@@ -22,14 +21,13 @@ class RequestMemory:
     ones (`publish`). So any other block that leaves a lease here can be freed at once.
     """
 
-    def __init__(self, cache: PrefixCache, states: RequestStates | None) -> None:
-        """states: None without recurrent states."""
+    def __init__(self, cache: PrefixCache, states: NoStates) -> None:
         self._cache = cache
         self._states = states
         self.block_size = cache.block_size
         self._windows = cache.windows
         # Whether a chunk needs nothing here but slots for its tokens.
-        self.needs_slots_alone = states is None and not cache.windows.num_blocks
+        self.needs_slots_alone = not states.are_needed and not cache.windows.num_blocks
 
     def num_available_blocks(self, request: Request, *, sparing: bool, enough: int | None = None) -> int:
         """Count the blocks that the request could get now. See `grow` for `sparing`.
@@ -52,20 +50,17 @@ class RequestMemory:
 
     def continuation(self, request: Request, most: int) -> array[int]:
         """Return up to `most` tokens that followed the request's tokens the last time, as far as they are cached."""
-        lease = request.lease
-        assert lease is not None
+        lease = request.held
         return self._cache.continuation(lease, request.token_ids[lease.num_published_tokens :], most)
 
     def num_missing_blocks(self, request: Request) -> int:
         """Count the blocks that the request lacks for its tokens."""
-        lease = request.lease
-        assert lease is not None
+        lease = request.held
         return -(-len(request.token_ids) // self.block_size) - len(lease.block_ids)
 
     def num_missing_windows(self, request: Request) -> int:
         """Count the window blocks that the request lacks to be computed step by step."""
-        assert request.lease is not None
-        return self._windows.num_missing(request.lease, -(-len(request.token_ids) // self.block_size))
+        return self._windows.num_missing(request.held, -(-len(request.token_ids) // self.block_size))
 
     def room(self, num_spoken_for: int) -> Room | None:
         """Return the room that a waiting request finds now. See `PrefixCache.room`."""
@@ -77,8 +72,7 @@ class RequestMemory:
 
     def num_empty_slots(self, request: Request) -> int:
         """Count the slots that the request holds and no plan fills yet."""
-        lease = request.lease
-        assert lease is not None
+        lease = request.held
         return len(lease.block_ids) * self.block_size - request.num_planned_tokens
 
     def attach(self, request: Request) -> None:
@@ -89,8 +83,7 @@ class RequestMemory:
         use_cache, names = not request.wants_prompt_logprobs, request.prefix_names
         lease = self._cache.match(request.token_ids, request.namespace, use_cache=use_cache, names=names)
         request.lease, request.num_computed_tokens = lease, lease.num_published_tokens
-        if self._states is not None:
-            self._states.enter(request)
+        self._states.enter(request)
         if self._windows.num_blocks:
             self._expect_ends(request)
 
@@ -100,8 +93,7 @@ class RequestMemory:
         These are the end of its prompt, the place where it leaves the cached prefix, the borders that the frontend or
         the client marks, and some places in a very long prompt.
         """
-        lease = request.lease
-        assert lease is not None
+        lease = request.held
         last = (request.num_prompt_tokens - 1) // self.block_size * self.block_size
         positions = [last, *range(PROMPT_INTERVAL_TOKENS, last, PROMPT_INTERVAL_TOKENS)]
         if lease.is_branch:
@@ -112,7 +104,7 @@ class RequestMemory:
 
     def check_beams(self, num_prompt_tokens: int, num_tokens: int, width: int) -> None:
         """Raise ValueError unless `width` beams of up to `num_tokens` tokens can run here alone."""
-        if self._states is not None:
+        if self._states.are_needed:
             raise ValueError("beam search needs a model without recurrent states")
         num_shared = num_prompt_tokens // self.block_size if self._cache.keeps_prefixes else 0
         num_own = self.num_blocks_for(num_tokens) - num_shared
@@ -125,8 +117,7 @@ class RequestMemory:
 
     def fork(self, parent: Request, child: Request) -> Fork | None:
         """Lease for `child` what `parent` has computed. Return None, with nothing changed, if memory is short."""
-        assert parent.lease is not None
-        fork = self._cache.fork(parent.lease, parent.num_computed_tokens)
+        fork = self._cache.fork(parent.held, parent.num_computed_tokens)
         if fork is not None:
             child.lease, child.prefix_names = fork.lease, fork.lease.names
             child.num_computed_tokens = parent.num_computed_tokens
@@ -134,14 +125,12 @@ class RequestMemory:
 
     def has_slot(self, request: Request) -> bool:
         """Return whether a request with a lease has a state slot, or needs none."""
-        return self._states is None or request.state is not None
+        return self._states.has_slot(request)
 
     def detach(self, request: Request, keep_tokens: int | None = None) -> None:
         """Release the request's blocks and its computed tokens. See `PrefixCache.release` for `keep_tokens`."""
-        assert request.lease is not None
-        if self._states is not None:
-            self._states.leave(request)
-        self._cache.release(request.lease, keep_tokens)
+        self._states.leave(request)
+        self._cache.release(request.held, keep_tokens)
         request.lease = None
         request.num_computed_tokens = 0
 
@@ -151,37 +140,32 @@ class RequestMemory:
 
     def record_hit(self, request: Request, num_tokens: int) -> None:
         """Count tokens that the request has found cached, and refresh the retentions of its prefix."""
-        assert request.lease is not None
-        self._cache.record_hit(request.lease, num_tokens)
+        self._cache.record_hit(request.held, num_tokens)
 
     def explain(self, request: Request) -> Miss:
         """Return why no more of the request's tokens were cached. To be called immediately after the match."""
-        assert request.lease is not None
-        return self._cache.explain(request.lease, request.token_ids, tells_salts=request.cache.tells_salts)
+        return self._cache.explain(request.held, request.token_ids, tells_salts=request.cache.tells_salts)
 
     def retain(self, request: Request) -> None:
         """Retain the prefixes of the request's prompt that it wishes to keep, as far as they are published.
 
         The longest goes first: if the budget cuts it, the shorter prefixes lie within the rest.
         """
-        assert request.lease is not None
         share = request.terms.retained
         for num_tokens, seconds in sorted(request.cache.retentions, reverse=True):
-            self._cache.retentions.retain(request.lease, min(num_tokens, request.num_prompt_tokens), seconds, share)
+            self._cache.retentions.retain(request.held, min(num_tokens, request.num_prompt_tokens), seconds, share)
 
     def catch_up(self, request: Request) -> int:
         """Adopt blocks that other requests have published; return the number of tokens that this saves from computing.
 
         A partly computed block of the request is replaced by the full one.
         """
-        lease = request.lease
-        assert lease is not None
+        lease = request.held
         gained = self._cache.advance(lease, request.token_ids) - request.num_computed_tokens
         if gained <= 0:
             return 0
         request.num_computed_tokens += gained
-        if self._states is not None:
-            self._states.find_positions(request)
+        self._states.find_positions(request)
         return gained
 
     def foresee(self, request: Request, waiting: Iterable[Request]) -> None:
@@ -192,44 +176,40 @@ class RequestMemory:
             if other is request:
                 continue
             position = self.num_coming(other, request)
-            if self._states is not None:
-                self._states.want(request, position)
+            self._states.want(request, position)
             if request.lease is not None:
                 self._cache.windows.expect(request.lease, position)
 
     def cut_chunk(self, request: Request, count: int) -> int:
         """Return the number of the next `count` tokens for a chunk, so that it ends where a snapshot is wanted."""
-        return count if self._states is None else self._states.cut(request, count)
+        return self._states.cut(request, count)
 
     def use_state(self, request: Request, count: int, num_drafts: int = 0) -> StateUse | None:
         """Plan the use of the request's state by the chunk of its next `count` tokens, which is planned now.
 
         num_drafts: the number of drafts behind them.
         """
-        return None if self._states is None else self._states.use(request, count, num_drafts)
+        return self._states.use(request, count, num_drafts)
 
     @property
     def num_free_slots(self) -> float:
         """The number of free slots for recurrent states. A chunk with drafts needs one."""
-        return inf if self._states is None else self._states.num_free
+        return self._states.num_free
 
-    def draft_room(self, request: Request) -> int:
-        """Return how many drafts the recurrent state of a request that has one may take in behind its known tokens."""
-        assert self._states is not None
+    def draft_room(self, request: Request) -> float:
+        """Return how many drafts the recurrent state of a request may take in behind its known tokens."""
         return self._states.draft_room(request)
 
     def commit_state(self, request: Request, chunk: Chunk, *, keep: bool) -> None:
         """End a committed chunk's use of the state. See `RequestStates.commit` for `keep`."""
-        if self._states is not None:
-            self._states.commit(request, chunk, keep=keep)
+        self._states.commit(request, chunk, keep=keep)
 
     def grow(self, request: Request, count: int, *, sparing: bool) -> Sequence[int] | None:
         """Lease blocks for `count` more tokens. Return the new ids, or None with nothing changed if memory is short.
 
         sparing: leave some blocks to cached prefixes of accounts that hold less (`PrefixCache.extend`).
         """
-        lease = request.lease
-        assert lease is not None
+        lease = request.held
         missing = (request.num_planned_tokens + count - 1) // self.block_size + 1 - len(lease.block_ids)
         if missing <= 0:
             return ()
@@ -241,8 +221,7 @@ class RequestMemory:
 
     def window_table(self, request: Request) -> WindowTable | None:
         """Return the table of window blocks for the request's next chunk, None for models without window blocks."""
-        assert request.lease is not None
-        table = self._windows.table(request.lease, request.num_planned_tokens)
+        table = self._windows.table(request.held, request.num_planned_tokens)
         return None if table is None else WindowTable(*table)
 
     def num_tokens_that_fit(self, request: Request, *, sparing: bool) -> int:
@@ -255,7 +234,7 @@ class RequestMemory:
 
         Return the duplicates that the request no longer holds, to be passed to `free`; None if there are none.
         """
-        lease = request.lease
+        lease = request.lease  # not by `held`: this is called for each request of a step
         assert lease is not None
         if request.num_computed_tokens - lease.num_published_tokens < self.block_size:
             return None
@@ -275,33 +254,29 @@ class RequestMemory:
         once. Only scheduled prompts count, so no request waits for a waiting request. Where prefixes need states, the
         request asks the other for a snapshot in their common prefix, and waits for it.
         """
-        lease, tokens = request.lease, request.token_ids
-        assert lease is not None
+        lease, tokens = request.held, request.token_ids
         end = lease.num_published_tokens + self.block_size
         if not lease.use_cache or end >= len(tokens):
             return False
-        awaits = self._is_computed_by if self._states is None else self._waits_for_snapshot
+        awaits = self._waits_for_snapshot if self._states.are_needed else self._is_computed_by
         alike = chain.from_iterable(step.that_begin_with(tokens[:end], request.namespace) for step in steps)
         return any(other is not request and awaits(request, other) for other in alike)
 
     def awaited_prefix(self, request: Request) -> array[int]:
         """Return the tokens with which any longer prompt of the namespace awaits what `request` awaits."""
-        lease = request.lease
-        assert lease is not None
+        lease = request.held
         # Two requests that wait for a snapshot may want different ones, unless their prompts are equal.
-        end = lease.num_published_tokens + self.block_size if self._states is None else len(request.token_ids) - 1
+        end = len(request.token_ids) - 1 if self._states.are_needed else lease.num_published_tokens + self.block_size
         return request.token_ids[:end]
 
     def _waits_for_snapshot(self, request: Request, other: Request) -> bool:
-        assert self._states is not None
         if other.rank != request.rank:
             return False
         return self._states.follows(request, other, self.num_coming(request, other))
 
     def _is_computed_by(self, request: Request, other: Request) -> bool:
         """Return whether the scheduled chunk of `other`, which begins alike, computes the next block of `request`."""
-        assert request.lease is not None
-        return other.rank == request.rank and other.num_planned_tokens > request.lease.num_published_tokens
+        return other.rank == request.rank and other.num_planned_tokens > request.held.num_published_tokens
 
     def num_coming(self, request: Request, other: Request) -> int:
         """Count the tokens of the waiting `request` that will be cached once the prompt of `other` is computed here."""
@@ -338,8 +313,7 @@ class RequestMemory:
         self._cache.check_counts()
         if self._cache.num_leased != num_held or self._cache.num_duplicates:
             raise AssertionError(f"idle, but {self._cache.num_leased} blocks are leased")
-        if self._states is not None:
-            self._states.check_idle()
+        self._states.check_idle()
 
 
 # A running request costs its rank a row in every step to come. It weighs as much as this many tokens to be computed, so
@@ -377,8 +351,7 @@ class RankLoads:
 
     def add(self, request: Request) -> None:
         """Count a request that runs now."""
-        rank, lease = request.rank, request.lease
-        assert lease is not None
+        rank, lease = request.rank, request.held
         uncomputed = request.num_pending_tokens
         self._work[rank] += uncomputed + _TOKENS_PER_RUNNING_REQUEST
         is_prompt = uncomputed > 1 or request.num_scheduled_tokens > 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from moeserve.plan import Chunk, Request, RequestState, StateUse
 from radix_cache import PrefixCache
@@ -66,12 +67,77 @@ class StatePolicy:
     foresees: bool = True
 
 
-class RequestStates:
+class NoStates:
+    """The recurrent states of requests where no layer is recurrent: none is needed."""
+
+    are_needed = False
+
+    @property
+    def num_free(self) -> float:
+        """The number of slots that are free. A chunk with drafts needs one."""
+        return inf
+
+    def enter(self, request: Request) -> None:
+        """Give a slot to a request that has a new lease, if one is free."""
+
+    def leave(self, request: Request) -> None:
+        """Take back the slot of a request that no plan in flight names."""
+
+    def has_slot(self, request: Request) -> bool:
+        """Return whether a request with a lease has a slot, or needs none."""
+        return True
+
+    def find_positions(self, request: Request) -> None:
+        """Choose the positions at which the request saves, after its lease has found a prefix or a longer one."""
+
+    def cut(self, request: Request, count: int) -> int:
+        """Return the number of the next `count` tokens for a chunk, so that it ends where a snapshot is wanted."""
+        return count
+
+    def draft_room(self, request: Request) -> float:
+        """Return how many drafts may follow the request's known tokens."""
+        return inf
+
+    def use(self, request: Request, count: int, num_drafts: int) -> StateUse | None:
+        """Plan the use of the state by the chunk of the request's next `count` tokens, which is planned now.
+
+        num_drafts: the number of drafts behind them, for which a slot is free; see `draft_room`.
+        """
+        return None
+
+    def commit(self, request: Request, chunk: Chunk, *, keep: bool) -> None:
+        """End the chunk's load, and put the saved snapshot into the tree if it is to be kept.
+
+        keep: False if the request failed or has ended, or if one of the chunk's drafts was wrong. To be called after
+        the chunk's blocks were published.
+        """
+
+    def want(self, request: Request, position: int) -> int:
+        """Let the request save a snapshot at `position`, a block boundary, unless it does so shortly before.
+
+        Return the last position, up to `position`, at which it saves or will save; 0 if there is none.
+        """
+        return 0
+
+    def follows(self, request: Request, other: Request, num_common: int) -> bool:
+        """Return whether `request` should wait until `other`, which is ahead of it, has saved a snapshot for both.
+
+        num_common: the tokens that both begin with, in whole blocks. `other` will save a snapshot there.
+        """
+        return False
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless every slot is free and no snapshot is being written, as when nothing runs."""
+
+
+class RequestStates(NoStates):
     """Gives requests their slots and their chunks a `StateUse`.
 
     A slot belongs to a request as long as its lease. A snapshot that a plan in flight loads stays pinned; a snapshot
     that it saves enters the tree with its commit.
     """
+
+    are_needed = True
 
     def __init__(self, cache: PrefixCache, policy: StatePolicy) -> None:
         self._cache = cache
@@ -83,22 +149,20 @@ class RequestStates:
         self._free = list(range(policy.num_slots - 1, -1, -1))
 
     def enter(self, request: Request) -> None:
-        """Give a slot to a request that has a new lease, if one is free."""
         if self._free:
             request.state = RequestState(self._free.pop(), 0, [])
             self.find_positions(request)
 
     def leave(self, request: Request) -> None:
-        """Take back the slot of a request that no plan in flight names."""
         if request.state is not None:
             self._free.append(request.state.slot)
             request.state = None
 
+    def has_slot(self, request: Request) -> bool:
+        return request.state is not None
+
     def find_positions(self, request: Request) -> None:
-        """Choose the positions at which the request saves, after its lease has found a prefix or a longer one."""
-        lease, state, size = request.lease, request.state, self._block_size
-        assert lease is not None
-        assert state is not None
+        lease, state, size = request.held, request.held_state, self._block_size
         state.is_fresh = True
         state.above = lease.num_published_tokens
         if not self._cache.states.are_kept:
@@ -110,15 +174,12 @@ class RequestStates:
         state.wanted = self._policy.choose(state.above, lease.num_known_tokens, marks, last, self._min_gain)
 
     def cut(self, request: Request, count: int) -> int:
-        """Return the number of the next `count` tokens for a chunk, so that it ends where a snapshot is wanted."""
-        state = request.state
-        assert state is not None
+        state = request.held_state
         start = request.num_planned_tokens
         return next((min(count, position - start) for position in state.wanted if position > start), count)
 
     @property
     def num_free(self) -> int:
-        """The number of slots that are free."""
         return len(self._free)
 
     def draft_room(self, request: Request) -> int:
@@ -127,18 +188,11 @@ class RequestStates:
         None goes beyond the next boundary at which a request that decodes may save. So a request computes no more than
         the tokens between two of these once more, however many of its drafts are wrong.
         """
-        state = request.state
-        assert state is not None
+        state = request.held_state
         return 0 if state.is_fresh else -len(request.token_ids) % self._decode_interval
 
     def use(self, request: Request, count: int, num_drafts: int) -> StateUse:
-        """Plan the use of the state by the chunk of the request's next `count` tokens, which is planned now.
-
-        num_drafts: the number of drafts behind them, for which a slot is free; see `draft_room`.
-        """
-        lease, state = request.lease, request.state
-        assert lease is not None
-        assert state is not None
+        lease, state = request.held, request.held_state
         use = StateUse(state.slot)
         if num_drafts:
             use = StateUse(self._free.pop(), load=state.slot)
@@ -158,14 +212,7 @@ class RequestStates:
         return use
 
     def commit(self, request: Request, chunk: Chunk, *, keep: bool) -> None:
-        """End the chunk's load, and put the saved snapshot into the tree if it is to be kept.
-
-        keep: False if the request failed or has ended, or if one of the chunk's drafts was wrong. To be called after
-        the chunk's blocks were published.
-        """
-        lease, state, use = request.lease, request.state, chunk.state
-        assert lease is not None
-        assert state is not None
+        lease, state, use = request.held, request.held_state, chunk.state
         assert use is not None
         if chunk.num_drafts:
             self._settle(request, state, use, all_right=keep)
@@ -199,10 +246,6 @@ class RequestStates:
             state.lost_until = len(request.token_ids) - 1 - request.num_forced_tokens
 
     def want(self, request: Request, position: int) -> int:
-        """Let the request save a snapshot at `position`, a block boundary, unless it does so shortly before.
-
-        Return the last position, up to `position`, at which it saves or will save; 0 if there is none.
-        """
         state = request.state
         if state is None or not self._cache.states.are_kept:
             return 0
@@ -214,17 +257,12 @@ class RequestStates:
         return best
 
     def follows(self, request: Request, other: Request, num_common: int) -> bool:
-        """Return whether `request` should wait until `other`, which is ahead of it, has saved a snapshot for both.
-
-        num_common: the tokens that both begin with, in whole blocks. `other` will save a snapshot there.
-        """
         start = request.num_planned_tokens
         if other.num_planned_tokens <= start or num_common - start < self._min_gain:
             return False
         return self.want(other, num_common) - start >= self._min_gain
 
     def check_idle(self) -> None:
-        """Raise AssertionError unless every slot is free and no snapshot is being written, as when nothing runs."""
         num_held, num_written = self._policy.num_slots - len(self._free), self._cache.states.table.num_written
         if num_held or num_written:
             raise AssertionError(f"idle, but {num_held} slots are held and {num_written} snapshots being written")

@@ -31,7 +31,7 @@ from moeserve.scheduling.pacing import Load, Pace
 from moeserve.scheduling.parts import Part, Parts
 from moeserve.scheduling.plan_draft import NO_DRAFTS, PlanDraft
 from moeserve.scheduling.request_memory import AdmissionOutcome, RankLoads, RequestMemory
-from moeserve.scheduling.request_states import RequestStates, StatePolicy
+from moeserve.scheduling.request_states import NoStates, RequestStates, StatePolicy
 from moeserve.scheduling.running import Running
 from moeserve.scheduling.sampled_tokens import append_sampled
 from moeserve.scheduling.sharing import Sharing
@@ -84,7 +84,7 @@ class Scheduler:
         self._run_ahead = run_ahead
         self._pace = pace or Pace(None, max_num_batched_tokens, max_num_seqs, len(caches))
         self._memories = [
-            RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches
+            RequestMemory(cache, NoStates() if states is None else RequestStates(cache, states)) for cache in caches
         ]
         self._rope_switch = rope_switch
         self._parts = Parts(parts)

@@ -140,5 +140,4 @@ class Holdings:
 
 
 def _num_blocks(request: Request) -> int:
-    assert request.lease is not None
-    return len(request.lease.block_ids)
+    return len(request.held.block_ids)

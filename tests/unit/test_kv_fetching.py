@@ -141,7 +141,7 @@ def test_all_blocks_come_in_their_order(pair: Pair) -> None:
         pair.wait_for(count)
     pair.allow(NUM_BLOCKS)
     result = pair.result()
-    assert (result.num_filled, result.failure) == (NUM_BLOCKS, None)
+    assert (len(result.num_bytes), result.error) == (NUM_BLOCKS, None)
     assert filled(pair.memory) == NUM_BLOCKS
 
 
@@ -150,7 +150,7 @@ def test_a_service_that_dies_amid_a_fetch_leaves_the_blocks_that_have_come(pair:
     pair.wait_for(21)
     pair.kill()
     result = pair.result()
-    assert (result.num_filled, result.failure) == (21, "gone")
+    assert (len(result.num_bytes), result.error) == (21, "gone")
 
 
 def test_a_lease_that_ends_amid_a_fetch_leaves_the_blocks_that_have_come(pair: Pair) -> None:
@@ -158,7 +158,7 @@ def test_a_lease_that_ends_amid_a_fetch_leaves_the_blocks_that_have_come(pair: P
     pair.wait_for(5)
     pair.allow(0, is_held=False)
     result = pair.result()
-    assert (result.num_filled, result.failure) == (5, "lease")
+    assert (len(result.num_bytes), result.error) == (5, "lease")
 
 
 def test_a_fetch_that_nobody_wants_any_more_ends(pair: Pair) -> None:
@@ -166,7 +166,7 @@ def test_a_fetch_that_nobody_wants_any_more_ends(pair: Pair) -> None:
     pair.wait_for(5)
     pair.job.is_cancelled = True
     result = pair.result()
-    assert (result.num_filled, result.failure) == (5, None)
+    assert (len(result.num_bytes), result.error) == (5, None)
 
 
 def test_blocks_of_another_size_are_not_taken(tmp_path: Path) -> None:
@@ -174,12 +174,12 @@ def test_blocks_of_another_size_are_not_taken(tmp_path: Path) -> None:
         pair = Pair(tmp_path, ends, num_bytes=2 * BYTES)
         pair.allow(5)
         result = pair.result()
-        assert (result.num_filled, result.failure) == (0, "damaged")
+        assert (len(result.num_bytes), result.error) == (0, "damaged")
 
 
 def test_a_fetch_without_memory_has_a_result(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.job.is_cancelled = True
-    assert pair.result().failure is None
+    assert pair.result().error is None
 
     def no_memory(_: BlockMemory) -> None:
         raise MemoryError
@@ -187,7 +187,7 @@ def test_a_fetch_without_memory_has_a_result(pair: Pair, monkeypatch: pytest.Mon
     monkeypatch.setattr("moeserve.engine.kv_transfer.fetcher.BlockBuffer", no_memory)
     pair.fetcher.start(pair.job)
     result = pair.result()
-    assert (result.num_filled, result.failure) == (0, "fault")
+    assert (len(result.num_bytes), result.error) == (0, "fault")
 
 
 def test_a_request_without_a_number_amid_a_fetch_harms_nobody(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_request_without_a_number_amid_a_fetch_harms_nobody(tmp_path: Path) ->
         for first in (b"x", b"", pack_number(NUM_BLOCKS - 1)):
             odd.send_multipart([b"", GET, b"t", first, pack_number(2)])
         pair.allow(2 * NUM_BLOCKS)
-        assert pair.result().failure is None
+        assert pair.result().error is None
         odd.setsockopt(zmq.RCVTIMEO, int(1000 * WAIT_S))
         assert [odd.recv_multipart()[1] for _ in range(2)] == [BLOCK, NONE]
 
