@@ -377,6 +377,8 @@ def _machine_lines(machine: Machine) -> Iterator[str]:
     yield f"This machine: {machine.cores} core{'' if machine.cores == 1 else 's'} of {machine.processor}{sets}"
     speed = "" if machine.bandwidth is None else f", copied at {machine.bandwidth / 1e9:.1f} GB/s"
     yield f"  memory      {show_size(machine.free_bytes)} free of {show_size(machine.memory_bytes)}{speed}"
+    if machine.num_nodes > 1:
+        yield f"  NUMA nodes  {machine.num_nodes}: with --pipeline-parallel-size {machine.num_nodes} each has a rank"
     for gpu in machine.gpus:
         speed = "" if gpu.bandwidth is None else f", copied at {gpu.bandwidth / 1e9:.0f} GB/s"
         obstacle = "" if gpu.obstacle is None else f"; cannot be used: {gpu.obstacle}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 _CPUINFO = Path("/proc/cpuinfo")
 _MEMINFO = Path("/proc/meminfo")
+_NUMA_NODES = Path("/sys/devices/system/node")
 # Instruction sets that decide the speed of products, as Linux names them, best first.
 _INSTRUCTION_SETS = {
     "amx_bf16": "AMX",
@@ -46,7 +48,8 @@ class Gpu:
 class Machine:
     """cores: the cores that this process may use. memory_bytes: of the machine. free_bytes: the memory that this
     process can take now, within the limits of its control groups. bandwidth: of main memory, bytes per second read plus
-    written by a copy on all cores; None if it was not measured."""
+    written by a copy on all cores; None if it was not measured. num_nodes: NUMA nodes with cores that this process may
+    use."""
 
     processor: str
     cores: int
@@ -55,6 +58,7 @@ class Machine:
     free_bytes: int
     bandwidth: float | None = None
     gpus: tuple[Gpu, ...] = ()
+    num_nodes: int = 1
 
 
 def read_machine(cores: int) -> Machine:
@@ -69,7 +73,23 @@ def read_machine(cores: int) -> Machine:
         free_bytes,
         _bandwidth_of_memory(cores) if free_bytes > 4 * _COPIED_BYTES else None,
         find_gpus(),
+        max(1, sum(not os.sched_getaffinity(0).isdisjoint(node) for node in numa_nodes())),
     )
+
+
+def numa_nodes(folder: Path = _NUMA_NODES) -> list[list[int]]:
+    """Return the cores of each NUMA node that has some, by the nodes' numbers; nothing where Linux does not tell."""
+    nodes = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name.removeprefix("node")))
+    return [cores for file in nodes if (cores := _cores_in(file.read_text()))]
+
+
+def _cores_in(text: str) -> list[int]:
+    """Return the numbers in a list such as `0-3,8`."""
+    cores: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
 
 
 def read_processor() -> tuple[str, tuple[str, ...]]:

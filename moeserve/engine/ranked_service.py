@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from moeserve.engine.kv_host import disk_copier
 from moeserve.engine.memory_plan import ModelPlan, plan_from_rank_0, plan_model
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
+from moeserve.engine.ranks.cores import bind_to_cores
 from moeserve.engine.ranks.meeting import Meeting, machine_id, meet_as_first, meet_first
 from moeserve.engine.ranks.messages import Dismissed, Joined, Loaded, RankError, Setup, Start, Started
 from moeserve.engine.ranks.pipeline import PipelineExecutor, StageSteps
@@ -338,28 +338,6 @@ def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:
         log_level=own.log_level,
         log_format=own.log_format,
     )
-
-
-def own_cores(place: int, num_ranks: int, threads: int, usable: Sequence[int]) -> list[int]:
-    """Return the cores for the rank at `place` among `num_ranks` ranks of a machine, each with `threads` threads.
-
-    These are all `usable` cores, unless the ranks fill them exactly. With fewer threads the system can move them to
-    idle cores, and under a container's quota other services share the cores and would bind to the same ones.
-    """
-    if num_ranks * threads != len(usable):
-        return list(usable)
-    return sorted(usable)[place * threads : (place + 1) * threads]
-
-
-def bind_to_cores(place: int, num_ranks: int, threads: int) -> list[int]:
-    """Bind this thread, and all threads that it starts from now on, to `own_cores`, and return them.
-
-    Ranks exchange rows in every layer, so two ranks that share a core for a moment double the time of a step. Without
-    binding the system puts them on one core now and then, because the core of a rank that waits looks idle.
-    """
-    cores = own_cores(place, num_ranks, threads, sorted(os.sched_getaffinity(0)))
-    os.sched_setaffinity(0, cores)
-    return cores
 
 
 def _bind_rank(config: ServeConfig, rank: int) -> None:

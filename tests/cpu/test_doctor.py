@@ -208,6 +208,14 @@ def test_the_disk_is_told_for_a_file_of_experts_that_are_all_in_memory(
     assert f"disk      54 GiB for the expert file, written while the first start serves; {tmp_path} has " in said
 
 
+def test_numa_nodes_are_told_with_the_ranks_that_would_keep_to_them(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "NUMA" not in ask(qwen3).stdout
+    monkeypatch.setattr(moeserve.machine, "read_machine", lambda _: replace(MACHINE, num_nodes=2))
+    assert "  NUMA nodes  2: with --pipeline-parallel-size 2 each has a rank\n" in ask(qwen3).stdout
+
+
 def test_where_nothing_fits_the_least_memory_that_would_do_is_told(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
