@@ -77,6 +77,21 @@ def list_prefixes(tree: RadixTree, namespaces: Collection[str] | None, limit: in
     return Listing(prefixes, len(visited), complete)
 
 
+def find_prefix(tree: RadixTree, namespaces: Collection[str], serial: int) -> Generator[None, None, array[int] | None]:
+    """Return the tokens of the prefix that ends with the run of a listing, None where it is gone. For the generator see
+    `list_prefixes`."""
+    visited: list[Node] = []
+    yield from _visit(tree, namespaces, visited)
+    node: Node | None = next((node for node in visited if node.serial == serial and node.parent is not None), None)
+    if node is None:
+        return None
+    runs = []
+    while node is not None:
+        runs.append(bytes(node.tokens))
+        node = node.parent
+    return array("i", b"".join(reversed(runs)))
+
+
 def _visit(tree: RadixTree, namespaces: Collection[str] | None, visited: list[Node]) -> Generator[None, None, bool]:
     """Append the runs of namespaces to `visited`, each before the runs below it. Return whether these were all."""
     waiting, complete = _tops(tree, namespaces)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from radix_cache.borders import Borders
 from radix_cache.errors import BudgetError
+from radix_cache.listing import find_prefix
 from radix_cache.nodes import Lease
 from radix_cache.retention import account_of, num_unpinned_blocks
 from radix_cache.tree import RadixTree
@@ -114,6 +115,10 @@ class Retentions:
         tree.make_room(node, max(self._retainable(share), tree.ledger.account(account).num_pinned_blocks))
         self._windows.retain(tree.path(node))
         return wanted * size
+
+    def find(self, serial: int, namespace: str) -> Generator[None, None, array[int] | None]:
+        """Find the tokens of a prefix that `PrefixCache.prefixes` has named. See `find_prefix`."""
+        return find_prefix(self._tree, (namespace,), serial)
 
     def unpin(self, tokens: array[int], namespace: str = "") -> bool:
         """End the pin of the whole blocks of `tokens`. Return False if there is none."""

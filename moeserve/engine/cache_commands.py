@@ -36,10 +36,12 @@ class ListArguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PinArguments(msgspec.Struct, forbid_unknown_fields=True):
-    """token_ids: int32 bytes. share, pin_share: as in `ListArguments`."""
+    """A prefix by its tokens (int32 bytes), or by the id that the listing shows. share, pin_share: as in
+    `ListArguments`."""
 
     namespace: str
-    token_ids: bytes
+    token_ids: bytes = b""
+    prefix_id: str | None = None
     share: float | None = None
     pin_share: float | None = None
 
@@ -211,8 +213,12 @@ class CacheCommands:
 
         `missing_tokens` is 0 if it is pinned now; with several ranks it is the largest number that a rank lacks.
         """
-        yield from ()
-        tokens = unpack_token_ids(arguments.token_ids)
+        tokens: array[int] | None = unpack_token_ids(arguments.token_ids)
+        if (place := self._place_of(arguments.prefix_id)) is not None:
+            rank, serial = place
+            tokens = yield from self._caches[rank].retentions.find(serial, arguments.namespace)
+        if tokens is None or (arguments.prefix_id is not None and place is None):
+            return {"over_budget": False, "is_gone": True}
         size = self._caches[0].block_size
         wanted = len(tokens) // size * size
         longer = tokens + array("i", [0])
@@ -231,10 +237,17 @@ class CacheCommands:
         if arguments.prefix_id is None:
             tokens = unpack_token_ids(arguments.token_ids)
             return {"unpinned": sum(cache.retentions.unpin(tokens, arguments.namespace) for cache in self._caches)}
-        rank, _, serial = arguments.prefix_id.partition(".")
-        if not (rank.isdecimal() and serial.isdecimal() and len(serial) < 20 and int(rank) < len(self._caches)):
+        if (place := self._place_of(arguments.prefix_id)) is None:
             return {"unpinned": 0}
-        return {"unpinned": int(self._caches[int(rank)].retentions.unpin_serial(int(serial), arguments.namespace))}
+        rank, serial = place
+        return {"unpinned": int(self._caches[rank].retentions.unpin_serial(serial, arguments.namespace))}
+
+    def _place_of(self, prefix_id: str | None) -> tuple[int, int] | None:
+        """Return the rank and the serial in an id of the listing, None for no id or another text."""
+        rank, _, serial = (prefix_id or "").partition(".")
+        if not (rank.isdecimal() and serial.isdecimal() and len(serial) < 20 and int(rank) < len(self._caches)):
+            return None
+        return int(rank), int(serial)
 
     def _drop(self, arguments: DropArguments) -> Job:
         namespaces = None if arguments.namespace is None else _spellings(arguments.namespace)

@@ -9,16 +9,19 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.metrics import Measured, Metrics
 from moeserve.wire import FeatureSamples, Stats
 
 _INTERVAL_S = 1.0
 # Stats come at least twice a second. One that is this much early counts: otherwise every other one would be lost.
 _EARLY_S = 0.1
 _KEPT_SAMPLES = 300
+# s; the samples of the latest hour are so far apart.
+_COARSE_S = 12.0
 _QUANTILE_WINDOW = 10
 
 
@@ -92,7 +95,9 @@ class Sample(msgspec.Struct, frozen=True):
     and `hit_rate` are of the latest ten samples; None where nothing was measured. `rejections` and `preemptions` count
     since the start. `below`: the tiers, highest first; none where KV is in memory alone. `drafts`: None where no drafts
     are made. `prompts`: None where none is being computed. `latest_prompt`: None before the first. `saved_seconds`: the
-    time that steps would have taken since the start for prompt tokens that were cached."""
+    time that steps would have taken since the start for prompt tokens that were cached. `queue`: from admission to the
+    first step. `refused_rate` and `failed_rate` are requests per minute since the sample before. `memory_bytes`: of the
+    model process, shared pages of files included. `restarts`: of the engine, since the start."""
 
     time: float
     running: int
@@ -113,26 +118,51 @@ class Sample(msgspec.Struct, frozen=True):
     prompts: PromptsNow | None = None
     latest_prompt: LatestPrompt | None = None
     saved_seconds: float = 0.0
+    queue: Quantiles | None = None
+    refused_rate: float = 0.0
+    failed_rate: float = 0.0
+    memory_bytes: int | None = None
+    restarts: int = 0
 
 
 class _Point(msgspec.Struct, frozen=True):
-    """The cumulative counts behind a sample. at: on the clock; ttft, inter_token: counts by bucket."""
+    """The cumulative counts behind a sample. at: on the clock."""
 
     at: float
     stats: Stats
-    ttft: tuple[float, ...]
-    inter_token: tuple[float, ...]
+    measured: Measured
+    process: Process
+
+    @property
+    def refused(self) -> int:
+        return self.measured.refused + sum(self.stats.rejections.values())
+
+
+class Process(NamedTuple):
+    """The model process: its memory, None while there is none, and the engines before it that were restarted."""
+
+    memory_bytes: int | None = None
+    restarts: int = 0
 
 
 class LiveStats:
-    """Keeps the samples of the latest minutes and wakes the tasks that wait for the next one.
+    """Keeps the samples of the latest minutes, and fewer of the latest hour (`hour`); wakes who waits for the next one.
 
     `clock` gives seconds, monotonic. Where another engine has taken the place of one, whose counters begin anew, a
     sample is left out.
     """
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        process: Callable[[], Process] = Process,
+    ) -> None:
+        """process: tells of the model process as it is now."""
         self.samples: deque[Sample] = deque(maxlen=_KEPT_SAMPLES)
+        self.hour: deque[Sample] = deque(maxlen=_KEPT_SAMPLES)
+        self._process = process
+        self._coarse: _Point | None = None
         self.closed = False
         self._metrics = metrics
         self._clock = clock
@@ -146,11 +176,16 @@ class LiveStats:
             return
         if self._points and _is_new_engine(self._points[-1].stats, stats):
             self._points.clear()
-        ttft, inter_token = self._metrics.latencies()
-        point = _Point(now, stats, ttft.counts, inter_token.counts)
+            self._coarse = None
+        point = _Point(now, stats, self._metrics.measured(), self._process())
         if self._points:
-            self.samples.append(_sample(self._points, point, ttft.upper, inter_token.upper))
+            self.samples.append(_sample(self._points, point))
         self._points.append(point)
+        if self._coarse is None:
+            self._coarse = point
+        elif now - self._coarse.at >= _COARSE_S - _EARLY_S:
+            self.hour.append(_sample([self._coarse], point))
+            self._coarse = point
         self._wake()
 
     def close(self) -> None:
@@ -161,6 +196,10 @@ class LiveStats:
     @property
     def latest(self) -> Sample | None:
         return self.samples[-1] if self.samples else None
+
+    @property
+    def latest_of_hour(self) -> Sample | None:
+        return self.hour[-1] if self.hour else None
 
     async def next(self, after: Sample | None, patience_s: float) -> Sample | None:
         """Return the latest sample; wait while that is `after`. None if none comes in time or the service ends."""
@@ -183,9 +222,10 @@ def _is_new_engine(before: Stats, now: Stats) -> bool:
     return any(getattr(now, name) < getattr(before, name) for name in counters)
 
 
-def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_token: Sequence[float]) -> Sample:
-    """Return the sample of `now`. points: those before it; ttft, inter_token: upper bounds of the buckets, seconds."""
+def _sample(points: Sequence[_Point], now: _Point) -> Sample:
+    """Return the sample of `now`. points: before it; quantiles are since the first one, rates since the last one."""
     oldest, last, stats = points[0], points[-1], now.stats
+    before, measured = oldest.measured, now.measured
     seconds = now.at - last.at
     steps = stats.step - last.stats.step
     queries = stats.prefix_query_tokens - oldest.stats.prefix_query_tokens
@@ -198,12 +238,12 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
         prompt_rate=round((stats.prompt_tokens - last.stats.prompt_tokens) / seconds, 2),
         cached_rate=round((stats.prefix_hit_tokens - last.stats.prefix_hit_tokens) / seconds, 2),
         step_seconds=round((stats.step_seconds - last.stats.step_seconds) / steps, 6) if steps else None,
-        ttft=quantiles(ttft, oldest.ttft, now.ttft),
-        inter_token=quantiles(inter_token, oldest.inter_token, now.inter_token),
+        ttft=quantiles(measured.ttft.upper, before.ttft.counts, measured.ttft.counts),
+        inter_token=quantiles(measured.inter_token.upper, before.inter_token.counts, measured.inter_token.counts),
         # A request that waited for a prefix hits it later than it queried it, maybe after the oldest sample.
         hit_rate=min(1.0, round(hits / queries, 4)) if queries else None,
         kv=KvBlocks(stats.blocks_free, stats.blocks_cached, stats.blocks_leased),
-        rejections=sum(stats.rejections.values()),
+        rejections=now.refused,
         preemptions=stats.preemptions,
         experts=_experts(last.stats.features, stats.features),
         below=_below(stats.features),
@@ -211,6 +251,11 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
         prompts=_prompts(stats.features),
         latest_prompt=_latest_prompt(stats.features),
         saved_seconds=round(_total(stats.features, "moeserve_prompt_seconds_saved") or 0.0, 1),
+        queue=quantiles(measured.queue.upper, before.queue.counts, measured.queue.counts),
+        refused_rate=round(60 * max(0, now.refused - last.refused) / seconds, 2),
+        failed_rate=round(60 * max(0, measured.failed - last.measured.failed) / seconds, 2),
+        memory_bytes=now.process.memory_bytes,
+        restarts=now.process.restarts,
     )
 
 

@@ -31,6 +31,7 @@ _ITL = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
 _LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 _TOKENS = (1.0, 10.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 _REJECTIONS = "moeserve_rejections"
+_FAULTS = frozenset({"500", "501", "502", "504", "507"})
 _QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 # vLLM's names of a metric, by its name here without `_total`.
@@ -63,6 +64,17 @@ class Buckets(NamedTuple):
 
     upper: tuple[float, ...]
     counts: tuple[float, ...]
+
+
+class Measured(NamedTuple):
+    """The counts of all frontends so far. refused: requests that never reached the engine. failed: answers that are the
+    service's fault (5xx but 503)."""
+
+    ttft: Buckets
+    inter_token: Buckets
+    queue: Buckets
+    refused: int
+    failed: int
 
 
 class Metrics(Collector):
@@ -150,15 +162,22 @@ class Metrics(Collector):
             families = names.add(families, self._stats if self._is_awake() else None, ready)
         return generate_latest(_Families([*families, *more]))
 
-    def latencies(self) -> tuple[Buckets, Buckets]:
-        """Return the times to the first token, and the times between tokens."""
+    def measured(self) -> Measured:
         families = {family.name: family for family in self._counted.collect()}
-        first, between = (
-            [sample for sample in families[metric.name].samples if sample.name.endswith("_bucket")]
-            for histogram in (self.time_to_first_token, self.inter_token)
+        first, between, queue = (
+            _buckets([sample for sample in families[metric.name].samples if sample.name.endswith("_bucket")])
+            for histogram in (self.time_to_first_token, self.inter_token, self.queue_time)
             for metric in histogram.describe()
         )
-        return _buckets(first), _buckets(between)
+        refused = failed = 0
+        for counter in (self._rejected, self._responses):
+            for metric in counter.describe():
+                for sample in families[metric.name].samples if metric.name in families else ():
+                    if sample.name == f"{_REJECTIONS}_total":
+                        refused += int(sample.value)
+                    elif sample.name.endswith("_total") and sample.labels["status"] in _FAULTS:
+                        failed += int(sample.value)
+        return Measured(first, between, queue, refused, failed)
 
     def describe(self) -> Iterable[Metric]:
         return ()

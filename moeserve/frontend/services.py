@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from moeserve.frontend.errors import ApiError, key_gone, unavailable
 from moeserve.frontend.held import HeldBytes
 from moeserve.frontend.http import content_coding, receive_body, until_disconnect
 from moeserve.frontend.keys import Identity
-from moeserve.frontend.live import LiveStats
+from moeserve.frontend.live import LiveStats, Process
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.counting import Thoughts
 from moeserve.frontend.parsers.shape import PLAIN, OutputShape, choose_shape, model_type_of
@@ -87,7 +89,7 @@ class Services:
             run.shared_metrics,
             is_awake=lambda: self.engine.rest is Rest.AWAKE,
         )
-        self.live = LiveStats(self.metrics)
+        self.live = LiveStats(self.metrics, process=self._process)
         self.engine = EngineClient(run, self._on_stats, news_fd)
         config = run.config
         inline = Preparer(tokenizer, shape, Watch())
@@ -227,6 +229,15 @@ class Services:
             return await self.engine.control(name, arguments, tenant)
         except EngineGone as error:
             raise engine_unavailable(error) from error
+
+    def _process(self) -> Process:
+        """Return the memory of the engine's process, as the system counts it, and how often one was restarted."""
+        ready, memory = self.engine.ready, None
+        if ready is not None and self.engine.away_reason is None:
+            with suppress(OSError, ValueError, IndexError):
+                pages = int(Path(f"/proc/{ready.pid}/statm").read_text().split()[1])
+                memory = pages * os.sysconf("SC_PAGESIZE")
+        return Process(memory, self.engine.num_restarts)
 
     def draw_seed(self) -> int:
         return self._seeds.getrandbits(63)

@@ -1,6 +1,7 @@
 """The pages in a headless Chromium, as people use them; the engine follows a script."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -407,6 +408,55 @@ def test_the_dashboard_shows_the_figures_as_they_come(browser: Browser, server: 
     page.wait("document.querySelector('#experts .absent').textContent.includes('no experts')")
 
 
+LONG_PROMPT = {
+    "moeserve_prompts_under_way": [[1]],
+    "moeserve_prompts_under_way_tokens": [["total", 21034], ["cached", 6016], ["left", 12842]],
+    "moeserve_prompts_seconds_left": [[41.26]],
+    "moeserve_prompt_seconds_saved": [[1560.0]],
+    "moeserve_latest_prompt_tokens": [["total", 21034], ["cached", 20812]],
+    "moeserve_latest_prompt_seconds": [[0.9]],
+}
+
+
+def test_the_dashboard_says_how_the_service_is_and_how_far_prompts_are(browser: Browser, server: Frontend) -> None:
+    page = browser.page()
+    page.open(server.url + "/dashboard")
+    page.wait("document.querySelector('#state').textContent === 'live'")
+    while not page.text("#computing span"):
+        server.engine.send(stats(rejections={"queue_full": 3}, features=LONG_PROMPT))
+        page.wait("true")
+    assert page.text("#computing span") == "8,192 of 21,034 (6,016 cached) · 41 s left"
+    assert page.text("#latest-prompt") == (
+        "Latest prompt: 20,812 of 21,034 cached, 900 ms · the cache has saved 26 min since the start"
+    )
+    state = page.text("#service")
+    assert state.startswith("up ")
+    assert "0 restarts" in state
+    assert "GB of memory (weights" in state
+    assert "3 refused" in state
+    page.click("#settings summary")
+    assert "log-level" in page.text("#settings dl")
+
+
+def test_the_dashboard_shows_an_hour_with_an_axis(browser: Browser, server: Frontend) -> None:
+    page = browser.page()
+    sample = {**json.loads(server.http.get("/v1/stats").text), "object": "stats"}
+    (now,) = sample["samples"][-1:]
+    hour = [{**now, "time": now["time"] - 12 * ago, "running": ago} for ago in range(200, 0, -1)]
+    event = f"event: stats\ndata: {json.dumps({**sample, 'hour': hour})}\n\n"
+    page.answer("/v1/stats/stream", (200, "text/event-stream", event))
+    page.open(server.url + "/dashboard")
+    minutes = "[...document.querySelectorAll('#requests .axis span')].map((e) => e.textContent)"
+    page.wait(f"{minutes}.length === 3")
+    before = page.evaluate(minutes)
+    page.click("[name=span][value=hour]")
+    assert page.evaluate(minutes)[0] != before[0]
+    assert page.evaluate(minutes)[2] == before[2]
+    assert "at most 200 in the latest 3600 seconds" in page.evaluate(
+        "document.querySelector('#requests svg').getAttribute('aria-label')"
+    )
+
+
 EXPERTS = {
     "layers": [0, 1],
     "num_experts": 4,
@@ -434,13 +484,9 @@ EXPERTS = {
         "layer_in_progress": None,
     },
 }
-PREFIXES = {
-    "num_prefixes": 2,
-    "prefixes": [
-        {"id": "0.2", "parent": "0.1", "preview": "below", "prefix_tokens": 64, "hits": 1, "tokens_saved": 64},
-        {"id": "0.1", "parent": None, "preview": "You are", "prefix_tokens": 32, "hits": 4, "tokens_saved": 128},
-    ],
-}
+BELOW = {"id": "0.2", "parent": "0.1", "preview": "below", "prefix_tokens": 64, "hits": 1, "tokens_saved": 64}
+FIRST = {"id": "0.1", "parent": None, "preview": "You are", "prefix_tokens": 32, "hits": 4, "tokens_saved": 128}
+PREFIXES = {"num_prefixes": 2, "prefixes": [{**BELOW, "own": False}, {**FIRST, "own": True, "pinned": True}]}
 
 
 def test_the_dashboard_shows_experts_and_prefixes(browser: Browser, server: Frontend) -> None:
@@ -449,6 +495,8 @@ def test_the_dashboard_shows_experts_and_prefixes(browser: Browser, server: Fron
     page.answer("/v1/cache", (200, "application/json", json.dumps(PREFIXES)))
     page.open(server.url + "/dashboard")
     page.wait("!document.querySelector('#experts .content').hidden")
+    assert not page.evaluate("document.querySelector('#experts details').open")
+    page.click("#experts summary")
     facts = dict(zip(texts(page, "#expert-facts dt"), texts(page, "#expert-facts dd"), strict=True))
     assert facts["layers placed anew"] == "2"
     assert facts["in memory"] == "5 of 8"
@@ -471,6 +519,54 @@ def test_the_dashboard_shows_experts_and_prefixes(browser: Browser, server: Fron
     page.wait("!document.querySelector('#prefixes .content').hidden")
     assert texts(page, ".prefixes .text") == ["You are", "below"]
     assert page.problems == []
+
+
+def test_prefixes_are_pinned_unpinned_warmed_and_dropped_from_the_dashboard(browser: Browser, server: Frontend) -> None:
+    page = browser.page()
+    done = (200, "application/json", "{}")
+    page.answer("/v1/experts", (200, "application/json", json.dumps(EXPERTS)))
+    for path in ("/v1/cache/pin", "/v1/cache/unpin", "/v1/cache/warm"):
+        page.answer(path, done)
+    page.answer("/v1/cache", (200, "application/json", json.dumps(PREFIXES)))
+    page.evaluate("0")
+    page.open(server.url + "/dashboard")
+    page.wait("!document.querySelector('#prefixes .content').hidden")
+    page.evaluate(
+        "(() => { window.asked = []; const ask = window.fetch; window.fetch = (path, options) => {"
+        " const { method = 'GET', body = '' } = options ?? {};"
+        " if (method !== 'GET') window.asked.push([method, path, body]);"
+        " return ask(path, options); }; })()"
+    )
+    assert texts(page, ".prefixes td button") == ["Unpin"]  # the other is another key's
+    page.click(".prefixes td button")
+    page.click("#warm")
+    page.type("You are")
+    page.click(".key-dialog .primary")
+    page.click("#drop")
+    assert page.text("#drop") == "Drop all of mine?"
+    page.click("#drop")
+    page.wait("window.asked.length === 3")
+    assert page.evaluate("window.asked") == [
+        ["POST", "/v1/cache/unpin", '{"id":"0.1"}'],
+        ["POST", "/v1/cache/warm", '{"prompt":"You are"}'],
+        ["DELETE", "/v1/cache", ""],
+    ]
+
+
+@pytest.mark.parametrize("look", ["desktop", "phone", "dark"])
+def test_the_dashboard_is_photographed(browser: Browser, server: Frontend, tmp_path: Path, look: str) -> None:
+    """The pictures are in the folder that `MOESERVE_TEST_PICTURES` names, else in the test's own."""
+    page = browser.page(*((390, 844) if look == "phone" else (1200, 900)), phone=look == "phone", dark=look == "dark")
+    page.answer("/v1/experts", (200, "application/json", json.dumps(EXPERTS)))
+    page.answer("/v1/cache", (200, "application/json", json.dumps(PREFIXES)))
+    page.open(server.url + "/dashboard")
+    page.wait("!document.querySelector('#prefixes .content').hidden")
+    while page.text("#requests .big") != "2":
+        blocks = {"blocks_free": 10, "blocks_cached": 20, "blocks_leased": 30}
+        server.engine.send(stats(num_running=2, **blocks, features=LONG_PROMPT | TIERS))
+        page.wait("true")
+    page.screenshot(Path(os.environ.get("MOESERVE_TEST_PICTURES") or tmp_path) / f"dashboard-{look}.png")
+    assert page.evaluate("document.documentElement.scrollWidth") <= (390 if look == "phone" else 1200)
 
 
 def test_the_dashboard_draws_how_experts_are_waited_for_and_says_where_they_come_in_groups(

@@ -54,6 +54,20 @@ def test_a_pin_goes_to_the_rank_that_has_the_prefix_and_ids_name_the_rank() -> N
     assert commands.samples()["moeserve_kv_retained_blocks"] == [[0]]
 
 
+def test_a_prefix_is_pinned_by_the_id_of_the_listing_by_its_own_account_alone() -> None:
+    commands = CacheCommands(caches := [PrefixCache(32, SIZE), PrefixCache(32, SIZE)])
+    fill(caches[1], PROMPT)
+    fill(caches[1], [*PROMPT[:8], *range(500, 516)])  # the run of the prompt is split
+    listed = finish(commands.start("list_prefixes", {"namespace": "a", "limit": 10}))["prefixes"]
+    entry = next(entry for entry in listed if entry["num_prefix_tokens"] == 24)
+    for namespace, prefix_id in (("b", entry["id"]), ("a", "1.999"), ("a", "9.1"), ("a", "x")):
+        arguments = {"namespace": namespace, "prefix_id": prefix_id}
+        assert finish(commands.start("pin_prefix", arguments))["is_gone"]
+    pinned = finish(commands.start("pin_prefix", {"namespace": "a", "prefix_id": entry["id"]}))
+    assert pinned == {"over_budget": False, "tokens": 24, "missing_tokens": 0}
+    assert caches[1].retentions.num_pins == 1
+
+
 def test_a_public_prefix_is_pinned_on_every_rank() -> None:
     caches = [PrefixCache(32, SIZE), PrefixCache(32, SIZE)]
     commands = CacheCommands(caches)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.frontend.live import DraftsNow, KvBelow, KvBlocks, LatestPrompt, LiveStats, PromptsNow, quantiles
+from moeserve.frontend.live import DraftsNow, KvBelow, KvBlocks, LatestPrompt, LiveStats, Process, PromptsNow, quantiles
 from moeserve.frontend.metrics import Metrics
 from moeserve.wire import FeatureSamples, Stats
 
@@ -60,6 +60,33 @@ def test_rates_are_per_second_since_the_sample_before(clock: Clock) -> None:
     assert sample.hit_rate == 0.75
     assert sample.kv == KvBlocks(free=5, cached=2, leased=1)
     assert sample.rejections == 3
+
+
+def test_the_hour_has_a_sample_for_twelve_seconds_with_rates_over_all_of_them(clock: Clock) -> None:
+    figures = LiveStats(Metrics(), clock, lambda: Process(7_000_000, 2))
+    for second in range(30):
+        figures.on_stats(stats(generation_tokens=10 * second))
+        clock.forward(1)
+    assert [sample.generation_rate for sample in figures.hour] == [10.0, 10.0]
+    assert (figures.samples[-1].memory_bytes, figures.samples[-1].restarts) == (7_000_000, 2)
+
+
+def test_refusals_failures_and_waits_in_the_queue_are_told(clock: Clock) -> None:
+    metrics = Metrics()
+    figures = LiveStats(metrics, clock)
+    figures.on_stats(stats())
+    clock.forward(60)
+    metrics.rejections["key_full"] += 1
+    for status in (200, 400, 500, 503):
+        metrics.count_response("/v1/x", status)
+    now = stats(rejections={"queue_full": 2}, queue_seconds=[0.2])
+    metrics.on_stats(now)
+    figures.on_stats(now)
+    sample = figures.latest
+    assert sample is not None
+    assert (sample.rejections, sample.refused_rate, sample.failed_rate) == (3, 3.0, 1.0)
+    assert sample.queue is not None
+    assert 0.1 <= sample.queue.p50 <= 0.5
 
 
 def test_prompts_under_way_and_the_latest_one_are_told_where_there_are_some(clock: Clock) -> None:

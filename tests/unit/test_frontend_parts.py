@@ -117,7 +117,7 @@ metrics.count_response("/v1/completions", 200)
 metrics.rejections["queue_full"] += 1
 metrics.time_to_first_token.observe(float(sys.argv[2]))
 metrics.render()
-print(metrics.render().decode() if sys.argv[2] == "30" else "", metrics.latencies()[0].counts[-1])
+print(metrics.render().decode() if sys.argv[2] == "30" else "", metrics.measured().ttft.counts[-1])
 """
 
 

@@ -398,7 +398,7 @@ class PrefixBody(ChatBody, kw_only=True):
     prompt: str | list[int] | None = None
 
 
-class UnpinBody(PrefixBody, kw_only=True):
+class PinBody(PrefixBody, kw_only=True):
     """id: of the listing, in place of a prefix."""
 
     id: str | None = None

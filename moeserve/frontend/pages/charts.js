@@ -25,7 +25,8 @@ export class LineChart {
       this.cursor,
     );
     this.reading = el("span", { class: "reading" });
-    this.root = el("div", { class: "chart" }, this.svg, this.reading);
+    this.axis = el("div", { class: "axis", "aria-hidden": "true" });
+    this.root = el("div", { class: "chart" }, this.svg, this.axis, this.reading);
     this.rows = [];
     this.svg.addEventListener("pointermove", (event) => this.read(event));
     this.svg.addEventListener("pointerleave", () => this.read(null));
@@ -42,6 +43,8 @@ export class LineChart {
     this.paths.forEach((path, series) => path.setAttribute("d", lineOf(rows, series + 1, this.place, height)));
     this.area.setAttribute("d", areaOf(rows, this.place, height));
     this.svg.setAttribute("aria-label", this.inWords(rows, most, span));
+    const clock = (ago) => new Date((end - ago) * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+    this.axis.replaceChildren(...(end ? [span, span / 2, 0] : []).map((ago) => el("span", {}, clock(ago))));
     this.most = values.some((value) => value > 0) ? most : null;
     this.read(null);
   }

@@ -2,12 +2,12 @@
 
 import { ApiError, Server, readEvents } from "./api.js";
 import { LineChart, ShareBar } from "./charts.js";
-import { button, count, find, milliseconds, notify, period } from "./dom.js";
+import { button, count, duration, el, find, milliseconds, notify, period } from "./dom.js";
 import { ExpertPanel } from "./experts.js";
 import { PrefixPanel } from "./prefixes.js";
 
 const KEPT = 300;
-const SHORTEST_SPAN_S = 60;
+const SPANS_S = { minutes: 300, hour: 3600 };
 const STALE_MS = 5000;
 const SLOW_EVERY_MS = 5000;
 const RETRY_MS = 2000;
@@ -55,6 +55,18 @@ const TILES = {
     big: (sample) => known(sample.hit_rate, percent),
     small: () => "of prompt tokens",
   },
+  queue: {
+    chart: new LineChart(["p50", "p95"], milliseconds),
+    values: (sample) => [sample.queue?.p50 ?? null, sample.queue?.p95 ?? null],
+    big: (sample) => known(sample.queue?.p50 ?? null, milliseconds),
+    small: (sample) => `p95 ${known(sample.queue?.p95 ?? null, milliseconds)}`,
+  },
+  faults: {
+    chart: new LineChart(["refused", "failed"], perSecond),
+    values: (sample) => [sample.refused_rate ?? 0, sample.failed_rate ?? 0],
+    big: (sample) => perSecond(sample.refused_rate ?? 0),
+    small: (sample) => `${perSecond(sample.failed_rate ?? 0)} failed/min`,
+  },
   drafts: {
     chart: new LineChart(["verified", "accepted"], perSecond),
     values: (sample) => [sample.drafts?.verified_rate ?? null, sample.drafts?.accepted_rate ?? null],
@@ -66,22 +78,56 @@ const TILES = {
 
 const kv = new ShareBar([["in use", "leased"], ["cached, evictable", "cached"], ["free", "free"]]);
 const experts = new ExpertPanel();
-const prefixes = new PrefixPanel();
+const prefixes = new PrefixPanel((path, body, method = "POST") => act(path, body, method));
 let about = {};
 let samples = [];
+let hour = []; // Fewer samples, of the latest hour.
+let shown = "minutes";
 let lastEvent = 0;
 
 function showAll() {
   const sample = samples.at(-1);
-  const span = Math.max(SHORTEST_SPAN_S, sample ? sample.time - samples[0].time : 0);
+  const rows = shown === "hour" ? [...hour, ...(sample ? [sample] : [])] : samples;
   for (const [id, tile] of Object.entries(TILES)) {
-    tile.chart.update(samples.map((each) => [each.time, ...tile.values(each)]), span);
+    tile.chart.update(rows.map((each) => [each.time, ...tile.values(each)]), SPANS_S[shown]);
     if (!sample) continue;
     find(`#${id}`).hidden = tile.isThere ? !tile.isThere(sample) : false;
     find(`#${id} .big`).textContent = tile.big(sample);
     find(`#${id} .small`).textContent = tile.small(sample);
   }
-  if (sample) showBlocks(sample);
+  find("#tiles").classList.toggle("by-threes", !find("#drafts").hidden);
+  if (!sample) return;
+  showBlocks(sample);
+  showService(sample);
+  showPrompts(sample);
+}
+
+/** How the service is, in a line. */
+function showService(sample) {
+  const gb = (bytes) => `${(bytes / 1e9).toFixed(1)} GB`;
+  const parts = about.kv_bytes ? ` (weights ${gb(about.weights_bytes)}, KV up to ${gb(about.kv_bytes)})` : "";
+  const facts = [
+    about.started && `up ${period(sample.time - about.started)}`,
+    `${count(sample.restarts ?? 0)} restarts`,
+    sample.memory_bytes && `${gb(sample.memory_bytes)} of memory${parts}`,
+    `${count(sample.rejections)} refused`,
+    `${count(sample.preemptions)} preempted`,
+  ];
+  find("#service").textContent = facts.filter(Boolean).join(" · ");
+}
+
+/** How far prompts are, and what the latest one found cached. */
+function showPrompts({ prompts, latest_prompt: latest, saved_seconds: saved }) {
+  find("#prompts-now").hidden = !prompts && !latest;
+  find("#computing").hidden = !prompts;
+  if (prompts) {
+    const done = prompts.tokens - prompts.left;
+    Object.assign(find("#computing progress"), { max: prompts.tokens, value: done });
+    const many = prompts.requests > 1 ? ` of ${count(prompts.requests)} prompts` : "";
+    find("#computing span").textContent = `${count(done)} of ${count(prompts.tokens)} (${count(prompts.cached)} cached)${many} · ${duration(prompts.seconds_left)} left`;
+  }
+  const savings = saved ? ` · the cache has saved ${duration(saved)} since the start` : "";
+  find("#latest-prompt").textContent = latest ? `Latest prompt: ${count(latest.cached)} of ${count(latest.tokens)} cached, ${milliseconds(latest.seconds)}${savings}` : "";
 }
 
 function showBlocks(sample) {
@@ -91,7 +137,6 @@ function showBlocks(sample) {
   kv.update([leased, cached, free], [leased, cached, free].map(text));
   find("#kv-used").textContent = percent(leased / (leased + cached + free || 1));
   find("#kv-below").textContent = sample.below.map((tier) => below(tier, size)).join(", ");
-  find("#events").textContent = `${count(sample.preemptions)} preempted · ${count(sample.rejections)} refused`;
 }
 
 function below({ tier, blocks, bytes, unused_for_s: unused, hit_share: share }, size) {
@@ -104,6 +149,12 @@ function showAbout() {
   const facts = [about.models?.[0], about.device, about.dtype, about.max_model_len && `${count(about.max_model_len)} tokens of context`];
   find("#about").textContent = facts.filter(Boolean).join(" · ");
   find("#version").textContent = about.version ?? "";
+  const settings = Object.entries(about.settings ?? {});
+  find("#settings").hidden = !settings.length;
+  const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  find("#settings dl").replaceChildren(
+    ...settings.map(([name, value]) => el("div", {}, el("dt", {}, name.replaceAll("_", "-")), el("dd", {}, text(value)))),
+  );
   document.title = `${about.models?.[0] ?? "Dashboard"} · moeserve`;
 }
 
@@ -151,8 +202,11 @@ function take(event, content) {
   if (event === "stats") {
     about = content.about;
     samples = content.samples;
+    hour = content.hour ?? [];
     showAbout();
     refreshSlow();
+  } else if (event === "hour") {
+    hour = [...hour.slice(1 - KEPT), content];
   } else {
     samples = [...samples.slice(1 - KEPT), content];
   }
@@ -167,6 +221,16 @@ async function refreshSlow() {
     refresh(() => server.json("/v1/experts", { ask: false }), "#experts", (described) => experts.show(described)),
     refresh(askForPrefixes, "#prefixes", (described) => prefixes.show(described)),
   ]);
+}
+
+/** Carries out what a person wants of the prefix cache. */
+async function act(path, body, method) {
+  try {
+    await server.json(path, { method, body });
+  } catch (error) {
+    notify(error.message);
+  }
+  refreshSlow();
 }
 
 /** The whole tree; its own prefixes for a key without the role admin. */
@@ -196,6 +260,11 @@ async function refresh(ask, panel, show) {
 function listen() {
   for (const [id, tile] of Object.entries(TILES)) find(`#${id}`).append(tile.chart.root);
   find("#kv").append(kv.root);
+  for (const input of document.querySelectorAll("[name=span]")) {
+    input.addEventListener("change", () => ((shown = input.value), showAll()));
+  }
+  // A map that was folded has no width to be drawn in.
+  find("#experts details").addEventListener("toggle", refreshSlow);
   find("#key").addEventListener("click", async () => (await server.askForKey()) && location.reload());
   document.addEventListener("visibilitychange", () => !document.hidden && (showAll(), refreshSlow()));
   setInterval(() => {

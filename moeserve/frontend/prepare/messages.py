@@ -45,7 +45,7 @@ Kind = Literal[
     "ollama_generate",
     "warm",
     "prefix",
-    "unpin",
+    "pin",
     "tokenize",
     "detokenize",
     "count_message",

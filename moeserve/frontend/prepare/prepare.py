@@ -109,7 +109,7 @@ class Preparer:
                 if ask.earlier is None and (named := responses.earlier_names(body)) is not None:
                     return NeedsEarlier(named)
                 return self._generation(responses.parse(body, facts, ask.earlier or Earlier()), ask)
-            case "prefix" | "unpin":
+            case "prefix" | "pin":
                 return self._prefix(ask, body)
             case "tokenize":
                 return self._tokenize(ask, body)
@@ -251,10 +251,10 @@ class Preparer:
         return decode_prompt(self._tokenizer, token_ids, shown, spoken)
 
     def _prefix(self, ask: Ask, body: bytes) -> Prefix:
-        kind = chat.PrefixBody if ask.kind == "prefix" else chat.UnpinBody
+        kind = chat.PrefixBody if ask.kind == "prefix" else chat.PinBody
         read, ignored = bodies.decode_json(body, kind)
         salt = fields.read_cache_salt(read.cache_salt)
-        if isinstance(read, chat.UnpinBody) and read.id is not None:
+        if isinstance(read, chat.PinBody) and read.id is not None:
             if read.prompt is not None or read.messages is not None:
                 raise invalid("Give either `id` or a prefix", "id")
             return Prefix(None, read.id, salt, ignored)

@@ -57,7 +57,7 @@ _MAX_REPLY_BYTES = 2**30
 _PIECE_BYTES = 256 * 1024  # of a frame at most that the event loop copies in one turn
 _CORES_PER_PROCESS = 8
 # Small bodies of these kinds are prepared on the event loop, unless they ask for a grammar.
-_INLINE_KINDS = frozenset({"completions", "detokenize", "prefix", "tokenize", "unpin", "warm"})
+_INLINE_KINDS = frozenset({"completions", "detokenize", "prefix", "tokenize", "pin", "warm"})
 
 
 @dataclass(slots=True)

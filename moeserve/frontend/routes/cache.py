@@ -56,16 +56,17 @@ class CacheRoutes:
 
     async def pin(self, request: Request) -> Response:
         """Pin a prefix that is cached, within the key's budget."""
-        prefix = await self._prefix(request, "prefix")
-        token_ids = prefix.token_ids
-        assert token_ids is not None
+        prefix = await self._prefix(request, "pin")
         arguments = {
             "namespace": self._namespace(request, prefix),
-            "token_ids": pack_token_ids(token_ids),
+            "token_ids": pack_token_ids(prefix.token_ids or []),
+            "prefix_id": prefix.prefix_id,
             "share": _identity(request).rights.retention,
             "pin_share": _identity(request).rights.pinned,
         }
         result = await self._command(request, "pin_prefix", arguments)
+        if result.get("is_gone"):
+            raise ApiError(404, "No such prefix of this key is cached", code="not_cached")
         if result["over_budget"]:
             message = (
                 f"The key may pin {result['free_blocks']} more KV blocks, and this prefix needs "
@@ -77,11 +78,12 @@ class CacheRoutes:
         if missing := result["missing_tokens"]:
             message = f"{missing} of {result['tokens']} tokens are not cached: POST /v1/cache/warm computes them"
             raise conflict(message, "not_cached")
-        return json_response({"object": "cache.pin", "tokens": result["tokens"], "prompt_tokens": len(token_ids)})
+        num_tokens = result["tokens"] if prefix.token_ids is None else len(prefix.token_ids)
+        return json_response({"object": "cache.pin", "tokens": result["tokens"], "prompt_tokens": num_tokens})
 
     async def unpin(self, request: Request) -> Response:
         """End a pin, named by its prefix or by the `id` of the listing."""
-        prefix = await self._prefix(request, "unpin")
+        prefix = await self._prefix(request, "pin")
         arguments = {
             "namespace": self._namespace(request, prefix),
             "token_ids": pack_token_ids(prefix.token_ids or []),
@@ -104,9 +106,9 @@ class CacheRoutes:
             "pin_share": identity.rights.pinned,
         }
         result = await self._command(request, "list_prefixes", arguments)
-        prefixes = []
+        prefixes, own = [], self._salted(request)
         for entry in result.pop("prefixes"):
-            prefixes.append(self._entry(entry, every))
+            prefixes.append(self._entry(entry, every, own))
             if len(prefixes) % _SHOWN_AT_ONCE == 0:
                 await asyncio.sleep(0)  # streams go on
         budget = result.pop("budget")
@@ -119,7 +121,7 @@ class CacheRoutes:
         arguments = {"namespace": self._salted(request)}
         return json_response({"object": "cache.drop", **await self._command(request, "drop_prefixes", arguments)})
 
-    def _entry(self, entry: dict[str, Any], every: bool) -> dict[str, Any]:
+    def _entry(self, entry: dict[str, Any], every: bool, own: str) -> dict[str, Any]:
         namespace, preview = entry["namespace"], unpack_token_ids(entry["preview"]).tolist()
         shown = {
             "id": entry["id"],
@@ -137,7 +139,7 @@ class CacheRoutes:
             "salted": "/" in namespace.removesuffix(APART),
             "preview": self._services.tokenizer.decode(preview, skip_special_tokens=False),
         }
-        return {**shown, "namespace": namespace} if every else shown
+        return {**shown, "namespace": namespace, "own": namespace == own} if every else shown
 
     async def _prefix(self, request: Request, kind: Kind) -> Prefix:
         prefix = expect(await self._services.receive(kind, request.scope, request.receive), Prefix)

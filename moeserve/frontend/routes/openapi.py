@@ -330,7 +330,7 @@ _OF_STRUCTS: dict[str, dict[str, Schema]] = {
     "ChatBody": {"logprobs": _one_of(None, False, True)},
     "TokenizeBody": {"prompt": {"type": ["string", "null"]}},
     "PrefixBody": {"prompt": {"items": {"type": "integer"}}},
-    "UnpinBody": {"prompt": {"items": {"type": "integer"}}},
+    "PinBody": {"prompt": {"items": {"type": "integer"}}},
     "CacheBreakpoint": {"ttl": _TTL},
     "ChatMessage": {"role": _one_of(*sorted(chat_parts.ROLES))},
     "MessageCall": {"type": _one_of("function")},
@@ -408,7 +408,7 @@ _VARIANTS: dict[str, Schema] = {
     },
     "TokenizeBody": _one_field("prompt", "messages"),
     "PrefixBody": _one_field("prompt", "messages"),
-    "UnpinBody": _one_field("prompt", "messages", "id"),
+    "PinBody": _one_field("prompt", "messages", "id"),
     "ContentPart": _typed(
         "type", {kind: {"text": _STRING} for kind in sorted(chat_parts.TEXT_PARTS)} | {"refusal": {"refusal": _STRING}}
     ),

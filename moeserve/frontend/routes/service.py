@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from moeserve.config import VERSION
+from moeserve.config import VERSION, ServeConfig
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.bodies import bounded
@@ -197,6 +198,7 @@ def _sampling(request: GenerateRequest, most: int, budget: ThoughtBudget | None)
 
 
 _EFFORTS = ("low", "medium", "high")
+_UNTOLD = ("key", "path", "file", "dir", "store", "statistics", "prefixes", "config", "model")
 _LEVELS = ("1", "2")
 _TAGS = ("weights", "kv_cache")
 
@@ -407,20 +409,25 @@ class StatsStream:
     async def _tell(self, stream: EventStream, caller: bytes) -> None:
         """Send samples until the service ends, or the caller's key is not valid any more."""
         live = self._services.live
-        latest = live.latest
+        latest, coarse = live.latest, live.latest_of_hour
         await stream.write(_event(b"stats", _begin(self._services)))
         while not live.closed:
             sample = await live.next(latest, limits.KEEP_ALIVE_S)
             if sample is not None:
                 latest = sample
+            events = KEEP_ALIVE if sample is None else _event(b"sample", sample)
+            if live.latest_of_hour is not coarse:
+                coarse = live.latest_of_hour
+                events += _event(b"hour", coarse)
             is_last = live.closed or self._book.holder(caller) is None
-            await stream.write(KEEP_ALIVE if sample is None else _event(b"sample", sample), last=is_last)
+            await stream.write(events, last=is_last)
             if is_last:
                 return
 
 
 def _begin(services: Services) -> dict[str, Any]:
-    return {"about": _about(services), "samples": list(services.live.samples)}
+    live = services.live
+    return {"about": _about(services), "samples": list(live.samples), "hour": list(live.hour)}
 
 
 def _about(services: Services) -> dict[str, Any]:
@@ -430,6 +437,8 @@ def _about(services: Services) -> dict[str, Any]:
         "version": VERSION,
         "models": list(services.run.served_model_names),
         "ready": ready is not None,
+        "started": services.created,
+        "settings": _told_settings(services.run.config),
     }
     if ready is not None:
         facts |= {
@@ -441,8 +450,22 @@ def _about(services: Services) -> dict[str, Any]:
             "num_blocks": ready.num_blocks,
             "block_size": ready.block_size,
             "num_experts": ready.num_experts,
+            "weights_bytes": ready.weights_bytes,
+            "kv_bytes": ready.kv_bytes,
         }
     return facts
+
+
+def _told_settings(config: ServeConfig) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, without keys, and without places in the file system."""
+    usual = ServeConfig()
+    names = [field.name for field in fields(config) if getattr(config, field.name) != getattr(usual, field.name)]
+    told = {name: getattr(config, name) for name in names if not _is_private(name)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
+
+
+def _is_private(name: str) -> bool:
+    return any(word in name for word in _UNTOLD)
 
 
 def _event(name: bytes, content: Any) -> bytes:

@@ -12,9 +12,9 @@ from moeserve.frontend.dialects.chat import (
     WARM_FIELDS,
     ChatBody,
     DetokenizeBody,
+    PinBody,
     PrefixBody,
     TokenizeBody,
-    UnpinBody,
 )
 from moeserve.frontend.dialects.completions import CompletionBody
 from moeserve.frontend.dialects.messages import MessagesBody, error_body
@@ -317,15 +317,15 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         "POST /v1/cache/pin",
         "Keep a prefix until it is unpinned",
         lambda e: e.cache.pin,
-        body=PrefixBody,
-        fields=_PREFIX | PIN_FIELDS,
+        body=PinBody,
+        fields=_PREFIX | PIN_FIELDS | {"id"},
         example={"prompt": "Hello"},
     ),
     _user(
         "POST /v1/cache/unpin",
         "Let a pinned prefix go",
         lambda e: e.cache.unpin,
-        body=UnpinBody,
+        body=PinBody,
         fields=_PREFIX | PIN_FIELDS | {"id"},
         example={"prompt": "Hello"},
     ),
