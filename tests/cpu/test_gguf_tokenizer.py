@@ -116,11 +116,39 @@ def test_decomposed_letters_are_composed_where_the_models_own_tokenizer_does_so(
         ("kimi-k2", "HelloWorld 東京 12345/\nABc", "Hello|World| |東京| |123|45|/\n|ABc"),
         ("default", "it's 12345  x=<a>.b", "it|'|s| |123|45| | x|=<|a|>.|b"),
         ("minimax-m2", "HelloWorld 12345/\n's", "Hello|World| |123|45|/\n|'s"),
+        ("lfm2", "it's 12345 now", "it|'s| |123|45| now"),
+        ("hunyuan", "it's 12 東京", "it|'s| |1|2| 東京"),
+        ("afmoe", "in 1234567 and 東京 22", "in| |1|234|567| and| |東京| |22"),
     ],
 )
 def test_texts_are_cut_as_each_family_of_tokenizers_does(pre: str, text: str, words: str) -> None:
     spans = [span for _, span in byte_level(pre).pre_tokenizer.pre_tokenize_str(text)]
     assert [text[begin:end] for begin, end in spans] == words.split("|")
+
+
+def test_gemmas_texts_are_merged_as_a_whole_with_bytes_for_characters_without_a_token() -> None:
+    letters = [*"abcd▁\n", "ab", "▁a", "▁ab"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "<turn|>"]
+    metadata = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 3, 2] + [6] * 256 + [1] * len(letters) + [3],
+        "tokenizer.ggml.merges": ["a b", "▁ ab", "▁ a"],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    tokenizer = build_tokenizer(metadata)
+    text = "ab ab a\ncab é<turn|>"
+    assert tokenizer.encode(text).tokens == [
+        "<bos>",
+        *["ab", "▁ab", "▁a", "\n", "c", "ab", "▁"],
+        "<0xC3>",
+        "<0xA9>",
+        "<turn|>",
+    ]
+    assert tokenizer.decode(tokenizer.encode(text).ids) == "ab ab a\ncab é"
+    assert generation_config_of(GgufHeader(metadata, {}, ())) == {"eos_token_id": [1, tokens.index("<turn|>")]}
 
 
 def test_files_that_name_no_way_of_cutting_texts_have_that_of_their_architecture() -> None:

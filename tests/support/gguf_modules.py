@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from gguf.constants import MODEL_ARCH_NAMES
 from safetensors.torch import load_file
@@ -26,6 +27,14 @@ Tensors = Iterator[tuple[str, Tensor]]
 _EXPERT = re.compile(r".*layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _LAYER = re.compile(r".*layers\.(\d+)\.(.+)")
+_MIMO_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+_GEMMA_ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 _SIGMOID = gguf.ExpertGatingFuncType.SIGMOID
 
 
@@ -73,7 +82,7 @@ def _granite(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
         heads = c.num_attention_heads if "q_proj" in own else c.num_key_value_heads
         stem = "attn_q" if "q_proj" in own else "attn_k"
         return {f"{stem}.weight": values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)}
-    return _mamba2(c.mamba_n_groups, own, values)
+    return _mamba2(getattr(c, "mamba_n_groups", 1), own, values)
 
 
 def _mamba2(groups: int, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
@@ -133,6 +142,144 @@ def _nemotron(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
     return _mamba2(c.n_groups, own, values)
 
 
+def _experts_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    """Write how experts are chosen in DeepSeek's way."""
+    writer.add_expert_gating_func(_SIGMOID)
+    writer.add_expert_weights_norm(bool(c.norm_topk_prob))
+    writer.add_expert_weights_scale(c.routed_scaling_factor or 1.0)
+    writer.add_leading_dense_block_count(list(c.mlp_layer_types).count("dense"))
+    shared = getattr(c, "n_shared_experts", None) or getattr(c, "num_shared_experts", None)
+    if shared:
+        writer.add_expert_shared_count(shared)
+        writer.add_expert_shared_feed_forward_length(shared * c.moe_intermediate_size)
+
+
+def _window_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_sliding_window(c.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in c.layer_types])
+
+
+def _exaone_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    _experts_fields(writer, c)
+    _window_fields(writer, c)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def _jamba_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    inner = c.mamba_expand * c.hidden_size
+    writer.add_ssm_conv_kernel(c.mamba_d_conv)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(c.mamba_d_state)
+    writer.add_ssm_time_step_rank(c.mamba_dt_rank)
+    writer.add_head_count_kv([c.num_key_value_heads * (kind == "full_attention") for kind in c.layer_types])
+
+
+def _jamba(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    if own.endswith("A_log"):
+        return {"ssm_a": -values.exp()}
+    return {"ssm_conv1d.weight": values.squeeze(1)} if own.endswith("conv1d.weight") else None
+
+
+def _mimo_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    _experts_fields(writer, c)
+    _window_fields(writer, c)
+    ropes = c.rope_parameters
+    is_sliding = [kind == "sliding_attention" for kind in c.layer_types]
+    writer.add_head_count_kv([c.num_key_value_heads * (2 if sliding else 1) for sliding in is_sliding])
+    writer.add_value_length(c.v_head_dim)
+    writer.add_rope_dimension_count(int(c.head_dim * ropes["full_attention"]["partial_rotary_factor"]))
+    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    writer.add_float32("mimo2.attention.value_scale", c.attention_value_scale)
+
+
+def _mimo(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    return {"attn_sinks.weight": values} if "sink" in own else None
+
+
+def _latent_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_kv_lora_rank(c.kv_lora_rank)
+    if c.q_lora_rank is not None:
+        writer.add_q_lora_rank(c.q_lora_rank)
+    writer.add_rope_dimension_count(c.qk_rope_head_dim)
+    writer.add_key_length(c.kv_lora_rank + c.qk_rope_head_dim)
+    writer.add_value_length(c.kv_lora_rank)
+    writer.add_key_length_mla(c.qk_nope_head_dim + c.qk_rope_head_dim)
+    writer.add_value_length_mla(c.v_head_dim)
+
+
+def _latent(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    if not own.endswith("kv_b_proj.weight"):
+        return None
+    parts = values.view(c.num_attention_heads, -1, c.kv_lora_rank).split([c.qk_nope_head_dim, c.v_head_dim], 1)
+    return {"attn_k_b.weight": parts[0].mT, "attn_v_b.weight": parts[1]}
+
+
+def _glm_dsa_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    _experts_fields(writer, c)
+    _latent_fields(writer, c)
+    writer.add_head_count_kv(1)
+    writer.add_indexer_head_count(c.index_n_heads)
+    writer.add_indexer_key_length(c.index_head_dim)
+    writer.add_indexer_top_k(c.index_topk)
+
+
+def _kimi_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    _experts_fields(writer, c)
+    _latent_fields(writer, c)
+    writer.add_head_count_kv([int(kind == "full_attention") for kind in c.layer_types])
+    writer.add_ssm_conv_kernel(c.linear_conv_kernel_dim)
+    writer.add_kda_head_dim(c.linear_head_dim)
+
+
+def _kimi(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    if own.endswith("A_log"):
+        return {"ssm_a": -values.exp().view(-1, 1)}
+    if own.endswith("dt_bias"):
+        return {"ssm_dt.bias": values}
+    if own.startswith("block_sparse_moe.") and own.count(".") == 2 and "_proj" in own:  # A dense block.
+        return {f"ffn_{_PROJECTIONS[own.split('.')[1]]}.weight": values}
+    for part in "qkv":
+        if own.endswith(f"{part}_conv1d.weight"):
+            return {f"ssm_conv1d_{part}.weight": values.view(1, len(values), 1, -1)}
+    return _latent(c, own, values)
+
+
+def _gemma_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    _window_fields(writer, c)
+    is_sliding = [kind == "sliding_attention" for kind in c.layer_types]
+    of_kind = c.per_layer_config
+    wide, narrow, full = of_kind["full_attention"], of_kind["sliding_attention"], c.rope_parameters["full_attention"]
+    writer.add_head_count_kv([(narrow if sliding else wide).num_key_value_heads for sliding in is_sliding])
+    writer.add_key_length(wide.head_dim)
+    writer.add_value_length(wide.head_dim)
+    writer.add_key_length_swa(narrow.head_dim)
+    writer.add_value_length_swa(narrow.head_dim)
+    writer.add_rope_dimension_count(wide.head_dim)
+    writer.add_rope_dimension_count_swa(narrow.head_dim)
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_rope_freq_base_swa(c.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_shared_kv_layers(c.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(c.hidden_size_per_layer_input)
+    writer.add_expert_used_count(c.top_k_experts)
+    if c.final_logit_softcapping:
+        writer.add_final_logit_softcapping(c.final_logit_softcapping)
+    rotated = int(wide.head_dim * full["partial_rotary_factor"] / 2)
+    factors = [1.0] * rotated + [1e30] * (wide.head_dim // 2 - rotated)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+
+
+def _gemma(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    names = {
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "layer_scalar": "layer_output_scale.weight",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        "experts.down_proj": "ffn_down_exps.weight",
+    }
+    return {names[own]: values} if own in names else None
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "granitehybrid": Architecture("granitemoehybrid", _granitehybrid_fields, _granite),
     "lfm2moe": Architecture("lfm2_moe", _lfm2moe_fields, _lfm2moe),
@@ -147,6 +294,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _nemotron_fields,
         _nemotron,
         {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention", "moe"]},
+    ),
+    "exaone-moe": Architecture("exaone_moe", _exaone_fields),
+    "jamba": Architecture("jamba", _jamba_fields, _jamba),
+    "mimo2": Architecture("mimo_v2_flash", _mimo_fields, _mimo, {"rope_parameters": _MIMO_ROPES}),
+    "granitemoe": Architecture("granitemoeshared", _granite_fields, _granite),
+    "glm-dsa": Architecture("glm_moe_dsa", _glm_dsa_fields, _latent, {"indexer_types": ["full"] * 4}),
+    "kimi-linear": Architecture("kimi_linear", _kimi_fields, _kimi, {"q_lora_rank": None}),
+    "gemma4": Architecture(
+        "gemma4_text", _gemma_fields, _gemma, {"num_global_key_value_heads": 2, "rope_parameters": _GEMMA_ROPES}
     ),
 }
 
@@ -171,18 +327,18 @@ def write_module_gguf(
 
 def _write_usual_fields(writer: gguf.GGUFWriter, c: Any) -> None:
     def first(*names: str) -> Any:
-        return next((value for name in names if (value := getattr(c, name, None)) is not None), None)
+        return next((value for name in names if (value := _value(c, name)) is not None), None)
 
     writer.add_block_count(c.num_hidden_layers)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_head_count_kv(first("num_key_value_heads") or c.num_attention_heads)
     if (eps := first("rms_norm_eps")) is not None:
         writer.add_layer_norm_rms_eps(eps)
     rope = first("rope_parameters") or {}
-    if "rope_theta" in rope:
+    if "rope_theta" in rope:  # One for all layers.
         writer.add_rope_freq_base(rope["rope_theta"])
     head_dim = first("head_dim") or c.hidden_size // c.num_attention_heads
     writer.add_key_length(head_dim)
@@ -191,6 +347,14 @@ def _write_usual_fields(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_expert_count(first("num_local_experts", "n_routed_experts", "num_experts"))
     writer.add_expert_used_count(first("num_experts_per_tok", "moe_topk"))
     writer.add_expert_feed_forward_length(first("moe_intermediate_size", "intermediate_size"))
+
+
+def _value(config: Any, name: str) -> Any:
+    """Return a value of a configuration; None if it has none, or if layers differ in it."""
+    try:
+        return getattr(config, name)
+    except Exception:
+        return None
 
 
 def _named(architecture: str, config: Any, tensors: Mapping[str, Tensor]) -> Tensors:

@@ -24,6 +24,7 @@ _TOKEN_IDS = {"eos_token_id": "eos_token_id", "bos_token_id": "bos_token_id", "p
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # The texts of tokens that end a turn or the text in the `generation_config.json` of published models. Files name one.
 _ENDING_TEXTS = frozenset(("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>"))
+_ENDING_TEXTS |= frozenset(("<turn|>",))
 # In the Harmony format, which has both of these, `<|end|>` ends a message, after which there may be others.
 _HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
 # Kinds of tokens in `tokenizer.ggml.token_type`: control and user-defined.
@@ -96,14 +97,26 @@ def base_of(fields: Fields) -> Config:
         "hidden_size": fields.count("embedding_length"),
         "num_hidden_layers": num_layers(fields),
         "num_attention_heads": fields.count("attention.head_count"),
-        "num_key_value_heads": fields.count("attention.head_count_kv", fields.count("attention.head_count")),
+        **_heads_and_width(fields),
         "head_dim": head_dim(fields),
-        "intermediate_size": fields.count("feed_forward_length", 0) or fields.count("expert_feed_forward_length"),
         "max_position_embeddings": fields.count("context_length"),
         "rms_norm_eps": norm_eps(fields),
         "rope_parameters": rope_of(fields),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
+    }
+
+
+# Architectures whose layers may differ in these; their builders read them.
+_BY_LAYER = frozenset(("gemma4", "mimo2"))
+
+
+def _heads_and_width(fields: Fields) -> Config:
+    if fields.architecture in _BY_LAYER:
+        return {"intermediate_size": max(fields.per_layer("feed_forward_length"))}
+    return {
+        "num_key_value_heads": fields.count("attention.head_count_kv", fields.count("attention.head_count")),
+        "intermediate_size": fields.count("feed_forward_length", 0) or fields.count("expert_feed_forward_length"),
     }
 
 
@@ -178,18 +191,27 @@ def _llama_rope(fields: Fields) -> Config:
     rope, tensor = rope_of(fields), fields.header.tensors.get("rope_freqs.weight")
     if tensor is None:
         return rope
-    if rope["rope_type"] != "default" or tensor.kind != "F32" or tensor.shape != (head_dim(fields) // 2,):
+    if rope["rope_type"] != "default":
+        raise CheckpointError("The GGUF file's factors of rotary frequencies do not fit its configuration.")
+    factors = frequency_factors(fields, head_dim(fields) // 2)
+    same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+    return {**rope, "rope_type": "longrope", **same, "original_max_position_embeddings": fields.count("context_length")}
+
+
+def frequency_factors(fields: Fields, number: int) -> tuple[float, ...]:
+    """Return the factors of rotary frequencies that a file holds. Raise CheckpointError."""
+    tensor = fields.header.tensors.get("rope_freqs.weight")
+    if tensor is None or tensor.kind != "F32" or tensor.shape != (number,):
         raise CheckpointError("The GGUF file's factors of rotary frequencies do not fit its configuration.")
     try:
         with tensor.file.open("rb") as file:
             file.seek(tensor.offset)
-            factors = struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.num_bytes))
+            factors = struct.unpack(f"<{number}f", file.read(tensor.num_bytes))
     except (OSError, struct.error) as error:
         raise CheckpointError(f"{tensor.file.name} cannot be read: {error}.") from None
     if not all(math.isfinite(factor) and factor > 0 for factor in factors):
         raise CheckpointError("The GGUF file's factors of rotary frequencies are not all positive numbers.")
-    same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
-    return {**rope, "rope_type": "longrope", **same, "original_max_position_embeddings": fields.count("context_length")}
+    return factors
 
 
 def _qwen2(fields: Fields) -> Config:

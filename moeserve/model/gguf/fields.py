@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from moeserve.model.spec import CheckpointError, UnsupportedModel
 
+_MOST_LAYERS = 2**16  # a damaged count takes no more memory
 VOCABULARY = "tokenizer.ggml."  # how the names of a tokenizer's fields begin
 
 
@@ -51,6 +52,14 @@ class TypedFields:
         if type(value) is not int:
             self._refuse(name, "whole number")
         return value
+
+    def per_layer(self, name: str) -> list[int]:
+        """Return a whole number or truth value for each layer."""
+        value, count = plain(self[name]), self.count("block_count")
+        numbers = value if isinstance(value, list) else [value] * min(count, _MOST_LAYERS)
+        if len(numbers) < count or not all(isinstance(number, int) for number in numbers):
+            self._refuse(name, "array of whole numbers, one for each layer")
+        return numbers
 
     def whole(self, name: str, default: int | None = None) -> int | None:
         """Return a whole number, or the default without one."""

@@ -16,14 +16,14 @@ from moeserve.model.cache import Identity, ensure_built, identity_of
 from moeserve.model.files import GGUF_POINTER, check_file, read_file
 from moeserve.model.gguf.architectures import config_of
 from moeserve.model.gguf.config import Fields, generation_config_of, num_layers
-from moeserve.model.gguf.further import FURTHER
+from moeserve.model.gguf.further import further_builder
 from moeserve.model.gguf.header import GgufHeader, read_gguf
 from moeserve.model.gguf.parts import GgufPart, parts_of
 from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
 from moeserve.model.spec import ModelError, Progress, silent
 
 # The version of the files in the folder: raise it when their content changes, and new folders are made.
-_VERSION = 5
+_VERSION = 6
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -99,6 +99,6 @@ def gguf_parts(folder: Path) -> Iterator[tuple[str, GgufPart]]:
     """
     header = read_gguf(gguf_files(folder)[0])
     fields = Fields(header)
-    if fields.architecture in FURTHER:
+    if further_builder(fields) is not None:
         return ((name, GgufPart((tensor,))) for name, tensor in header.tensors.items())
     return parts_of(header, fields, num_layers(fields))

@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from moeserve.model.gguf.config import Config, Fields, expert_width, head_dim, norm_eps, num_layers
+from moeserve.model.gguf.config import (
+    Config,
+    Fields,
+    expert_width,
+    frequency_factors,
+    head_dim,
+    norm_eps,
+    num_layers,
+    routed_of,
+)
+from moeserve.model.gguf.fields import plain
 from moeserve.model.spec import UnsupportedModel
 
 # Values of `expert_gating_func`.
@@ -176,10 +186,228 @@ def _nemotron_kind(fields: Fields, layer: int) -> str:
     return kind
 
 
+def _exaone_moe(fields: Fields) -> Config:
+    _check_function(fields, _SIGMOID)
+    _check_groups(fields)
+    pattern = plain(fields.get("attention.sliding_window_pattern"))
+    layers = range(num_layers(fields))
+    slides = pattern[: len(layers)] if isinstance(pattern, list) else [(layer + 1) % 4 != 0 for layer in layers]
+    return {
+        "model_type": "exaone_moe",
+        "num_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "moe_intermediate_size": expert_width(fields),
+        "num_shared_experts": fields.count("expert_shared_count", 0),
+        "mlp_layer_types": _kinds(fields, "ffn_gate_inp.weight", "sparse", "dense"),
+        "routed_scaling_factor": _scale(fields),
+        "norm_topk_prob": fields.flag("expert_weights_norm", False),
+        "sliding_window": fields.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides],
+    }
+
+
+def _check_groups(fields: Fields) -> None:
+    if fields.count("expert_group_count", 0) > 1:
+        raise _refuse(fields, "whose experts are chosen by group")
+
+
+def _jamba(fields: Fields) -> Config:
+    inner, hidden = fields.count("ssm.inner_size"), fields.count("embedding_length")
+    if hidden < 1 or inner % hidden:
+        raise _refuse(fields, f"with {inner} channels of Mamba beside {hidden}")
+    attention, experts = (_every(fields, own) for own in ("attn_q.weight", "ffn_gate_inp.weight"))
+    return {
+        "model_type": "jamba",
+        "num_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "attn_layer_offset": attention[0],
+        "attn_layer_period": attention[1],
+        "expert_layer_offset": experts[0],
+        "expert_layer_period": experts[1],
+        "mamba_expand": inner // hidden,
+        "mamba_d_state": fields.count("ssm.state_size"),
+        "mamba_d_conv": fields.count("ssm.conv_kernel"),
+        "mamba_dt_rank": fields.count("ssm.time_step_rank"),
+        "mamba_conv_bias": bool(_first_width(fields, ".ssm_conv1d.bias")),
+        "mamba_proj_bias": bool(_first_width(fields, ".ssm_in.bias")),
+        "use_mamba_kernels": False,
+    }
+
+
+def _every(fields: Fields, own: str) -> tuple[int, int]:
+    """Return the first of the layers that have a tensor, and their distance. Raise UnsupportedModel if it differs."""
+    count = num_layers(fields)
+    found = [layer for layer in range(count) if _has(fields, layer, own)]
+    period = found[1] - found[0] if len(found) > 1 else count
+    if not found or found != list(range(found[0], count, period)) or found[0] >= period:
+        raise _refuse(fields, f"whose layers with {own} do not stand in equal distances")
+    return found[0], period
+
+
+def _mimo2(fields: Fields) -> Config:
+    _check_function(fields, _SIGMOID)
+    _check_groups(fields)
+    _check_normalised(fields)
+    layers = range(num_layers(fields))
+    slides, heads = fields.per_layer("attention.sliding_window_pattern"), fields.per_layer("attention.head_count_kv")
+    full = {heads[layer] for layer in layers if not slides[layer]}
+    sliding = {heads[layer] for layer in layers if slides[layer]}
+    if len(full) != 1 or sliding != {2 * max(full)}:
+        raise _refuse(fields, "whose sliding layers have not twice the heads of keys of the others")
+    factor = fields.count("rope.dimension_count") / head_dim(fields)
+    ropes = {
+        kind: {"rope_type": "default", "rope_theta": fields.number(name), "partial_rotary_factor": factor}
+        for kind, name in (("full_attention", "rope.freq_base"), ("sliding_attention", "rope.freq_base_swa"))
+    }
+    return {
+        "model_type": "mimo_v2_flash",
+        "num_key_value_heads": max(full),
+        "n_routed_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "moe_intermediate_size": expert_width(fields),
+        "mlp_layer_types": _kinds(fields, "ffn_gate_inp.weight", "sparse", "dense"),
+        "routed_scaling_factor": _scale(fields),
+        "norm_topk_prob": True,
+        "v_head_dim": fields.count("attention.value_length"),
+        "attention_value_scale": fields.number("attention.value_scale", 0.0) or None,
+        "sliding_window": fields.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if slides[layer] else "full_attention" for layer in layers],
+        "rope_parameters": ropes,
+    }
+
+
+def _granitemoe(fields: Fields) -> Config:
+    if not fields.flag("rope.scaling.finetuned", True):
+        raise _refuse(fields, "without rotary embeddings")
+    return {
+        "model_type": "granitemoeshared",
+        "num_local_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "intermediate_size": expert_width(fields),
+        "shared_intermediate_size": fields.count("expert_shared_feed_forward_length"),
+        **granite_scales(fields),
+    }
+
+
+def _latent(fields: Fields, suffix: str) -> Config:
+    """Return the sizes of latent attention. suffix: of the fields that count the widths of a head."""
+    rope_dim = fields.count("rope.dimension_count")
+    return {
+        "num_key_value_heads": fields.count("attention.head_count"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": fields.count(f"attention.key_length{suffix}") - rope_dim,
+        "v_head_dim": fields.count(f"attention.value_length{suffix}"),
+        "kv_lora_rank": fields.count("attention.kv_lora_rank"),
+        "q_lora_rank": fields.count("attention.q_lora_rank", 0) or None,
+        "head_dim": rope_dim,
+    }
+
+
+def _glm_dsa(fields: Fields) -> Config:
+    _check_function(fields, _SIGMOID)
+    return {
+        "model_type": "glm_moe_dsa",
+        **routed_of(fields),
+        **_latent(fields, "_mla"),
+        "n_group": fields.count("expert_group_count", 1),
+        "topk_group": fields.count("expert_group_used_count", 1),
+        "mlp_layer_types": _kinds(fields, "ffn_gate_inp.weight", "sparse", "dense"),
+        "indexer_types": _kinds(fields, "indexer.proj.weight", "full", "shared"),
+        "index_n_heads": fields.count("attention.indexer.head_count"),
+        "index_head_dim": fields.count("attention.indexer.key_length"),
+        "index_topk": fields.count("attention.indexer.top_k"),
+    }
+
+
+def _kimi_linear(fields: Fields) -> Config:
+    _check_function(fields, _SIGMOID)
+    _check_groups(fields)
+    return {
+        "model_type": "kimi_linear",
+        "pad_token_id": None,
+        **_latent(fields, "_mla"),
+        "num_local_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "moe_intermediate_size": expert_width(fields),
+        "n_shared_experts": fields.count("expert_shared_count", 0),
+        "routed_scaling_factor": _scale(fields),
+        "norm_topk_prob": fields.flag("expert_weights_norm", True),
+        "mlp_layer_types": _kinds(fields, "ffn_gate_inp.weight", "sparse", "dense"),
+        "layer_types": _kinds(fields, "ssm_f_a.weight", "linear_attention", "full_attention"),
+        "linear_head_dim": fields.count("kda.head_dim"),
+        "linear_num_heads": fields.count("attention.head_count"),
+        "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
+    }
+
+
+def _gemma4(fields: Fields) -> Config:
+    layers = range(num_layers(fields))
+    slides = fields.per_layer("attention.sliding_window_pattern")
+    heads, widths = fields.per_layer("attention.head_count_kv"), fields.per_layer("feed_forward_length")
+    of_kind = [{heads[layer] for layer in layers if bool(slides[layer]) is kind} for kind in (True, False)]
+    num_shared = fields.count("attention.shared_kv_layers", 0)
+    if any(len(found) != 1 for found in of_kind) or slides[layers[-1]]:
+        raise _refuse(fields, "whose layers of a kind differ in their heads, or whose last layer has a window")
+    first = widths[0]
+    doubled = [first * (2 if layer >= len(layers) - num_shared else 1) for layer in layers]
+    if widths[: len(layers)] not in ([first] * len(layers), doubled):
+        raise _refuse(fields, "whose dense blocks differ in their widths")
+    is_sparse = _has(fields, 0, "ffn_gate_inp.weight")
+    without_values = [layer for layer in layers if _has(fields, layer, "attn_k.weight")]
+    return {
+        "model_type": "gemma4_text",
+        "intermediate_size": first,
+        "use_double_wide_mlp": widths[: len(layers)] == doubled and num_shared > 0,
+        "head_dim": fields.count("attention.key_length_swa"),
+        "global_head_dim": fields.count("attention.key_length"),
+        "num_key_value_heads": max(of_kind[0]),
+        "num_global_key_value_heads": max(of_kind[1]),
+        "attention_k_eq_v": any(not _has(fields, layer, "attn_v.weight") for layer in without_values),
+        "num_kv_shared_layers": num_shared,
+        "hidden_size_per_layer_input": fields.count("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": _first_width(fields, "token_embd.weight"),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 0.0) or None,
+        "sliding_window": fields.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if slides[layer] else "full_attention" for layer in layers],
+        "rope_parameters": _gemma_ropes(fields),
+        "enable_moe_block": is_sparse,
+        "num_experts": fields.count("expert_count", 0) or None,
+        "top_k_experts": fields.count("expert_used_count", 0) or None,
+        "moe_intermediate_size": expert_width(fields) if is_sparse else None,
+    }
+
+
+def _gemma_ropes(fields: Fields) -> Config:
+    """Return both rotary embeddings. Layers without a window rotate the first pairs of a head alone: the file has a
+    factor of 1 for their frequencies, and one that stops any other pair."""
+    factors = frequency_factors(fields, fields.count("attention.key_length") // 2)
+    num_rotated = sum(factor == 1.0 for factor in factors)
+    if any(factor != 1.0 for factor in factors[:num_rotated]) or any(f < 1e20 for f in factors[num_rotated:]):
+        raise _refuse(fields, "whose factors of rotary frequencies are not those of its first pairs")
+    full = {"rope_type": "proportional", "partial_rotary_factor": num_rotated / len(factors)}
+    return {
+        "full_attention": {**full, "rope_theta": fields.number("rope.freq_base")},
+        "sliding_attention": {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10000.0)},
+    }
+
+
 FURTHER: Mapping[str, Callable[[Fields], Config]] = {
     "granitehybrid": _granitehybrid,
     "lfm2moe": _lfm2moe,
     "afmoe": _afmoe,
     "hunyuan-moe": _hunyuan_moe,
     "nemotron_h_moe": _nemotron_h_moe,
+    "exaone-moe": _exaone_moe,
+    "jamba": _jamba,
+    "mimo2": _mimo2,
+    "glm-dsa": _glm_dsa,
+    "kimi-linear": _kimi_linear,
+    "gemma4": _gemma4,
 }
+
+
+def further_builder(fields: Fields) -> Callable[[Fields], Config] | None:
+    """Return the builder of a model on transformers' code, None for any other model."""
+    if fields.architecture == "granitemoe" and fields.count("expert_shared_feed_forward_length", 0):
+        return _granitemoe
+    return FURTHER.get(fields.architecture)

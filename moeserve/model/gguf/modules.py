@@ -21,15 +21,23 @@ from moeserve.model.spec import CheckpointError
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
-# Ends of the names of parameters, and the tensors of a block that they are: one, or several one below the other.
-_ENDS: Mapping[str, tuple[str, ...]] = {
-    "dt_bias": ("ssm_dt.bias",),
-    "A_log": ("ssm_a",),
-    ".D": ("ssm_d",),
-    "e_score_correction_bias": ("exp_probs_b.bias",),
-    "expert_bias": ("exp_probs_b.bias",),
-    "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
-    "shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+# Ends of the names of parameters, and the tensors of a block that they are: the first alternative that a file has, of
+# one tensor, or of several one below the other.
+Ends = Mapping[str, tuple[tuple[str, ...], ...]]
+_ENDS: Ends = {
+    "dt_bias": (("ssm_dt.bias",),),
+    "A_log": (("ssm_a",),),
+    ".D": (("ssm_d",),),
+    "e_score_correction_bias": (("exp_probs_b.bias",), ("exp_probs_b",)),
+    "expert_bias": (("exp_probs_b.bias",), ("exp_probs_b",)),
+    "kv_b_proj.weight": (("attn_kv_b.weight",), ("attn_k_b.weight", "attn_v_b.weight")),
+    "block_sparse_moe.router.weight": (("ffn_gate_inp.weight",),),
+    "shared_mlp.input_linear.weight": (
+        ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+        ("ffn_gate.weight", "ffn_up.weight"),
+    ),
+    "shared_mlp.output_linear.weight": (("ffn_down_shexp.weight",), ("ffn_down.weight",)),
+    "self_attn.sinks": (("attn_sinks.weight",),),
 }
 # The projections of all experts of a layer, by the parameter of the module of experts: the first that a file has.
 _EXPERTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -37,8 +45,8 @@ _EXPERTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "up_proj": (("ffn_up_exps.weight",),),
     "down_proj": (("ffn_down_exps.weight",),),
 }
-# Tensors that hold nothing that a model computes with here: tables of rotary embeddings, and further predictions.
-_IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(nextn\.|attn_rot_embd)")
+# Tensors that hold nothing that a model computes with here: old tables of rotary embeddings, further predictions.
+_IGNORED = re.compile(r"blk\.\d+\.(nextn\.|attn_rot_embd)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +54,18 @@ class Row:
     """What an architecture has of its own.
 
     replaced: parts of parameters' names and what the table calls them. ends: further `_ENDS`, which go first.
-    arrangements: by the beginning of a tensor's name in its block.
+    arrangements: by the beginning of a tensor's name in its block. ignored: tensors that a file may hold beside the
+    model's, such as those that its configuration has told already.
     """
 
     replaced: tuple[tuple[str, str], ...] = ()
-    ends: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ends: Ends = field(default_factory=dict)
     arrangements: Mapping[str, Arrangement] = field(default_factory=dict)
+    ignored: str = ""
 
 
 _MAMBA: Mapping[str, Arrangement] = {"ssm_a": "logarithm"}
+_LATENT: Mapping[str, Arrangement] = {"attn_k_b.": "latent"}
 _PAIRS: Mapping[str, Arrangement] = {"attn_q.": "pairs", "attn_k.": "pairs"}
 ROWS: Mapping[str, Row] = {
     "granitehybrid": Row(arrangements={**_MAMBA, **_PAIRS}),
@@ -62,6 +73,26 @@ ROWS: Mapping[str, Row] = {
     "afmoe": Row(),
     "hunyuan-moe": Row(),
     "nemotron_h_moe": Row(replaced=(("model.layers.", "backbone.layers."),), arrangements=_MAMBA),
+    "exaone-moe": Row(),
+    "jamba": Row(arrangements=_MAMBA),
+    "mimo2": Row(),
+    "granitemoe": Row(arrangements=_PAIRS),
+    "glm-dsa": Row(arrangements=_LATENT),
+    "kimi-linear": Row(
+        replaced=(("forget_gate.", ""),),
+        ends={"conv1d.weight": (("ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight"),)},
+        arrangements={**_MAMBA, **_LATENT},
+    ),
+    "gemma4": Row(
+        ends={
+            "router.scale": (("ffn_gate_inp.scale",),),
+            "router.per_expert_scale": (("ffn_down_exps.scale",),),
+            "layer_scalar": (("layer_output_scale.weight",),),
+        },
+        # The configuration holds the factors of rotary frequencies; layers that attend over the keys of another one
+        # have no use for keys of their own.
+        ignored=r"rope_freqs\.weight|blk\.\d+\.attn_(k|v|k_norm)\.weight",
+    ),
 }
 
 
@@ -76,13 +107,13 @@ class ModuleParts:
 
     def parameter(self, name: str) -> GgufPart | None:
         """Return the tensor of a parameter outside experts; None if the file has none."""
-        found = [self._tensors.get(own) for own in self._names_of(name)]
-        present = [tensor for tensor in found if tensor is not None]
-        if not present:
-            return None
-        if len(present) < len(found):
-            raise CheckpointError(f"The GGUF file holds a part of {name} alone.")
-        return self._part(self._names_of(name), present)
+        for names in self._alternatives(name):
+            found = [self._tensors[own] for own in names if own in self._tensors]
+            if found and len(found) < len(names):
+                raise CheckpointError(f"The GGUF file holds a part of {name} alone.")
+            if found:
+                return self._part(names, found)
+        return None
 
     def projections(self, name: str) -> dict[str, GgufPart]:
         """Return the projections of all experts that are a parameter `layers.N...experts.PARAMETER`, by their names."""
@@ -107,7 +138,8 @@ class ModuleParts:
         for name in self._left:
             block = _BLOCK.fullmatch(name)
             is_further = block is not None and int(block[1]) >= self._num_layers
-            if not is_further and not _IGNORED.match(name):
+            is_ignored = _IGNORED.match(name) or (self._row.ignored and re.fullmatch(self._row.ignored, name))
+            if not is_further and not is_ignored:
                 raise CheckpointError(
                     f"The GGUF file holds {name[:80]}, which models of this architecture do not have."
                 )
@@ -123,15 +155,17 @@ class ModuleParts:
         heads = self._fields.count("attention.head_count")
         return Heads(heads if own.startswith("attn_q.") else self._fields.count("attention.head_count_kv", heads))
 
-    def _names_of(self, name: str) -> tuple[str, ...]:
+    def _alternatives(self, name: str) -> tuple[tuple[str, ...], ...]:
+        """Return the tensors that a parameter may be; see `_ENDS`."""
         layer = _LAYER.fullmatch(name)
-        for end, owns in (*self._row.ends.items(), *_ENDS.items()):
+        for end, alternatives in (*self._row.ends.items(), *_ENDS.items()):
             if name.endswith(end):
-                return tuple(f"blk.{layer[2]}.{own}" if layer else own for own in owns)
+                start = f"blk.{layer[2]}." if layer else ""
+                return tuple(tuple(start + own for own in owns) for owns in alternatives)
         for old, new in self._row.replaced:
             name = name.replace(old, new)
         found = self._table.get_name(name, (".weight", ".bias"))
-        return () if found is None else (found,)
+        return () if found is None else ((found,),)
 
 
 @cache

@@ -43,6 +43,13 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+# Digits in threes from the right, the scripts without spaces between words, and DeepSeek's last expression.
+_AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e00-\u0e7f\u0e80-\u0eff"
+    "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+    _DEEPSEEK_V3[2],
+)
 # As files are cut that do not tell how, or tell that nobody knew.
 _DEFAULT = (
     r"[\p{P}$+<=>^~|]+",
@@ -73,10 +80,15 @@ _EXPRESSIONS: Mapping[str, tuple[str, ...] | None] = {
     "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-v3": _DEEPSEEK_V3,
     "joyai-llm": _DEEPSEEK_V3,
+    "lfm2": (_LLAMA3,),
+    "pixtral": (_LLAMA3,),
+    "hunyuan": (_QWEN2,),
+    "granite-docling": None,
+    "afmoe": _AFMOE,
 }
 _SINGLE_DIGITS = frozenset(("smollm", "refact"))
 # Words that are a token are not merged, and texts begin with a BOS token unless the file says otherwise.
-_WHOLE_WORDS = frozenset(("llama3", "llama-bpe"))
+_WHOLE_WORDS = frozenset(("llama3", "llama-bpe", "lfm2", "pixtral"))
 # Texts are put into composed form (NFC) first, as by the tokenizers that the files were made from.
 _COMPOSED = frozenset(("qwen2", "qwen35", "olmo"))
 # Of architectures whose first files do not name it.
@@ -110,6 +122,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer = _byte_level(fields, tokens, str(metadata.get("general.architecture")))
     elif kind == "llama":
         tokenizer = _sentencepiece(fields, tokens, types)
+    elif kind == "gemma4":
+        tokenizer = _gemma(fields, tokens, types)
     else:
         raise UnsupportedModel(f"GGUF tokenizers of kind {str(kind)[:40]!r} are not supported: {_ADVICE}.")
     tokenizer.add_special_tokens(_added(tokens, types, _CONTROL) + _added(tokens, types, _UNKNOWN))
@@ -158,7 +172,7 @@ def _token_ids(fields: TypedFields, tokens: list[str]) -> dict[str, int]:
 
 def _begins_with_bos(fields: TypedFields) -> bool:
     """Return whether texts begin with the BOS token: where the file does not tell, as llama.cpp has it."""
-    usual = fields.text("model") == "llama" or fields.text("pre") in _WHOLE_WORDS
+    usual = fields.text("model") in ("llama", "gemma4") or fields.text("pre") in _WHOLE_WORDS
     return fields.flag("add_bos_token", usual)
 
 
@@ -223,6 +237,23 @@ def _sentencepiece(fields: TypedFields, tokens: list[str], types: Sequence[float
     if prefixed:
         parts.append(decoders.Strip(content=" ", left=1))
     tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+def _gemma(fields: TypedFields, tokens: list[str], types: Sequence[float]) -> Tokenizer:
+    """Return BPE by merges over whole texts, with bytes for characters without a token."""
+    merges = fields.texts("merges")
+    if merges is None:
+        raise CheckpointError("The GGUF file's tokenizer has no merges.")
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    vocabulary, pairs = {token: i for i, token in enumerate(tokens)}, [_pair(merge) for merge in merges]
+    try:
+        model = models.BPE(vocab=vocabulary, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    except Exception as error:  # The library raises its own exceptions for merges that do not fit.
+        raise CheckpointError(f"The GGUF file's tokenizer does not fit together: {str(error)[:200]}.") from None
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
