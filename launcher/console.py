@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 from rich.text import Text
 
+from moeserve.model.demo import SENTENCE
 from moeserve.model.spec import ModelError
 from moeserve.model.spec import Progress as Progressed
 from moeserve.settings.quantities import show_size
@@ -85,14 +86,27 @@ class _Amount(MofNCompleteColumn):
         return TextColumn(f"{show_size(int(task.completed))}/{show_size(int(task.total))}").render(task)
 
 
-def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: list[str]) -> str:
-    """Return the text that says where the service is, how to try it, and how much memory it took."""
+def ready_banner(
+    ready: Ready,
+    *,
+    url: str,
+    model: str,
+    needs_key: bool,
+    gpus: list[str],
+    is_demo: bool = False,
+    disk: str | None = None,
+) -> str:
+    """Return the text that says where the service is, how to try it, and how much memory it took.
+
+    disk: where and how much KV is kept on disk.
+    """
     tokens = ready.num_blocks * ready.block_size
     lines = [
         f"moeserve is ready on {url}",
         "",
         _curl_line(url, model, needs_key=needs_key),
         "",
+        *([f"  demo     {SENTENCE}"] if is_demo else []),
         *([] if ready.model is None else [f"  model    {ready.model}"]),
         f"  device   {ready.device}, {ready.arithmetic or ready.dtype}",
         f"  weights  {show_size(ready.weights_bytes)}",
@@ -109,6 +123,8 @@ def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: l
             f"  states   {show_size(rows * ready.state_row_bytes)} = {ready.num_state_slots} requests at once and "
             f"{ready.num_snapshots} snapshots of prefixes, {show_size(ready.state_row_bytes)} each",
         )
+    if disk is not None:
+        lines.append(f"  disk     {disk}")
     if (answers := _answers(ready)) is not None:
         lines.append(f"  answers  {answers}")
     if ready.kernels is not None:

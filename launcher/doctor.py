@@ -18,11 +18,13 @@ import click
 from launcher.auto_model import TOKENS_OF_AGENTS
 from launcher.gpu_choice import GpuHangs, remember, run_probe
 from launcher.gpu_probe import Checked, Found, Line
+from launcher.kv_disk import without_none
 from launcher.preflight import gpu_names, usable_cores
 from launcher.server_client import named_server_option
 from launcher.settings_options import some_settings
 from moeserve.config import ConfigError, ServeConfig, cache_root, environment_name, load_config
 from moeserve.device import RESERVE_BYTES
+from moeserve.engine.kv_disk.files import disk_root
 from moeserve.model.spec import ModelError
 from moeserve.settings.quantities import parse_size, show_size
 
@@ -111,7 +113,7 @@ def doctor(
         config, on_gpu = load_config(flags, environment), load_config(flags | {"device": "cuda"}, environment)
         if model is not None:
             model = load_config({"model": model}, {}).model
-        config, on_gpu = replace(config, model=model), replace(on_gpu, model=model)
+        config, on_gpu = (without_none(replace(one, model=model)) for one in (config, on_gpu))
         read = _reader(config, gpus, memory)
         report = _report_of_files(model, config, read) or _report(model, config, on_gpu, read)
     except ConfigError as error:
@@ -451,7 +453,7 @@ def _said_of_kv_disk(setup: Setup) -> str:
 def _root_of(setup: Setup, flag: str, default: Path) -> Path:
     """Return the folder that a flag of a setup names."""
     named = dict(pairwise(setup.flags)).get(flag)
-    return (default if named is None else Path(named).expanduser()).absolute()
+    return default if named is None else disk_root(named)
 
 
 def _free_below(root: Path) -> int:

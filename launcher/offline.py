@@ -55,8 +55,7 @@ class LLM:
         """Load the model; the demo unless given.
 
         concurrency: requests under way at once. settings: flags of `moeserve serve`, such as `expert_memory="4GiB"` for
-        `--expert-memory 4GiB`; a list repeats a flag. Raise ServiceNotStarted, after the reason was written to
-        standard error.
+        `--expert-memory 4GiB`; a list repeats a flag. Raise ServiceNotStarted with the reason.
         """
         self._concurrency = concurrency
         self._stack = ExitStack()

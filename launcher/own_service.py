@@ -8,18 +8,21 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Thread
+from typing import TextIO
 
 from moeserve.bench.client import Endpoint, ExchangeError, Response, exchange
 
 _TRIES = 20  # a refused request (429, 503) is sent at most this number of times
 _TRIES_OF_BROKEN = 3  # one whose connection broke, this number
 _LONGEST_WAIT_S = 60.0  # between two tries, whatever Retry-After says
+_ERROR = "Error: "  # begins the line that says why a service does not start
 _END_S = 60.0  # seconds that the service gets to end before it is killed
 
 
 class ServiceNotStarted(Exception):
-    """The service has ended before it was ready; it has written why on this process's standard error."""
+    """The service has ended before it was ready; the message says why, where standard error is no terminal."""
 
 
 class ServiceGone(Exception):
@@ -36,13 +39,20 @@ def own_service(settings: Sequence[str]) -> Iterator[str]:
     child = [sys.executable, "-P", "-m", "launcher.child", str(os.getpid())]
     command = [*child, "launcher.cli", "serve", *settings, *quiet, "--port", "0"]
     # A session of its own: Ctrl-C is for this process, which ends the service, even where it is killed itself.
-    service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    # A terminal is the service's own, for its progress. Elsewhere what it says is passed on, and the reason is kept.
+    heard = None if sys.stderr is not None and sys.stderr.isatty() else subprocess.PIPE
+    service = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=heard, text=True, start_new_session=True)
+    errors: list[str] = []
+    listener = Thread(target=_pass_on, args=(service.stderr, errors), daemon=True)
+    listener.start()
     try:
         assert service.stdout is not None
         found = next((found for line in service.stdout if (found := re.search(r"ready on (http://\S+)", line))), None)
         if found is None:
             code = service.wait()
-            raise ServiceNotStarted(f"The service did not start (exit code {code}); it says above why.")
+            listener.join(_END_S)
+            why = errors[-1] if errors else "it says above why."
+            raise ServiceNotStarted(f"The service did not start (exit code {code}): {why}")
         yield found[1]
     finally:
         service.terminate()
@@ -51,6 +61,16 @@ def own_service(settings: Sequence[str]) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             service.kill()
             service.wait()
+
+
+def _pass_on(stream: TextIO | None, errors: list[str]) -> None:
+    """Write what a service says on its standard error to this process's; add its errors to `errors`."""
+    for line in stream or ():
+        if line.startswith(_ERROR):
+            errors.append(line.removeprefix(_ERROR).strip())
+        if sys.stderr is not None:
+            with suppress(OSError, ValueError):
+                sys.stderr.write(line)
 
 
 async def ask_patiently(endpoint: Endpoint, path: str, body: bytes, api_key: str | None, timeout_s: float) -> Response:

@@ -25,7 +25,7 @@ from moeserve.engine.kv_disk.files import disk_root, open_root
 from moeserve.model.contents import model_digest
 from moeserve.model.file_hashes import sampled_hashes
 from moeserve.model.spec import ModelError
-from moeserve.run_context import RunContext
+from moeserve.run_context import ANY_NAME, RunContext
 
 _PREFIX = "moeserve-"
 # sockaddr_un holds 108 bytes with the final NUL; the longest socket name is heartbeat.<incarnation>.
@@ -135,6 +135,7 @@ def _create(base: Path) -> tuple[Path, int]:
 
 def make_context(config: ServeConfig, model_dir: Path, directory: Path, *, meets_in_store: bool) -> RunContext:
     """Return the context of a run whose sockets are in `directory`."""
+    names = tuple(name for name in config.served_model_name if name != ANY_NAME)
     return RunContext(
         config=config,
         model_dir=str(model_dir),
@@ -142,7 +143,7 @@ def make_context(config: ServeConfig, model_dir: Path, directory: Path, *, meets
         run_dir=str(directory),
         incarnation=1 + secrets.randbelow(2**31),
         secret=_secret(config),
-        served_model_names=config.served_model_name or (_default_name(config.model),),
+        served_model_names=names or (_default_name(config.model),),
         meets_in_store=meets_in_store,
     )
 

@@ -22,6 +22,7 @@ from rich.markup import escape
 
 from launcher.console import ProgressDisplay, ready_banner
 from launcher.gpu_choice import choose, run_probe
+from launcher.kv_disk import said_of_disk, with_kv_disk
 from launcher.logs import LogStream
 from launcher.node_supervisor import NodeSupervisor
 from launcher.preflight import (
@@ -44,6 +45,7 @@ from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import UNENDING, Listeners, Supervisor, handled_signals
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.engine.ranks.messages import RankError
+from moeserve.model.demo import demo_named
 from moeserve.model.spec import ModelError
 from moeserve.run_context import RunContext
 from moeserve.statuses import Loading, Ready
@@ -61,13 +63,15 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     errors = _error_console()
     with faults_in_words(errors, 1):
         check_machine()
-        config = load_config(flags, os.environ, config_file)
+
+        def read(given: dict[str, Any]) -> ServeConfig:
+            return with_kv_disk(load_config(given, os.environ, config_file), partial(say, errors, "Notice"))
+
+        config = read(flags)
         check_all(config)
         if config.node_rank:
             sys.exit(_run_other_node(config, errors))
-        sys.exit(
-            run_first_node(config, errors, lambda: load_config(flags | {"device": "cuda"}, os.environ, config_file))
-        )
+        sys.exit(run_first_node(config, errors, lambda: read(flags | {"device": "cuda"})))
 
 
 @contextmanager
@@ -184,7 +188,16 @@ def _listeners(context: RunContext, base_url: str, progress: ProgressDisplay, er
         progress.close()
         needs_key = bool(context.config.api_key or context.config.api_key_file)
         model = context.served_model_names[0]
-        click.echo(ready_banner(status, url=base_url, model=model, needs_key=needs_key, gpus=gpu_names()))
+        text = ready_banner(
+            status,
+            url=base_url,
+            model=model,
+            needs_key=needs_key,
+            gpus=gpu_names(),
+            is_demo=demo_named(context.config.model) is not None,
+            disk=said_of_disk(context.config),
+        )
+        click.echo(text)
         notify_systemd("READY=1")
 
     def stopping() -> None:

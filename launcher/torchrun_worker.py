@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 
 from launcher.child import die_with_parent
+from launcher.kv_disk import without_none
 from launcher.logs import configure_logs
 from launcher.preflight import check_all, check_machine
 from launcher.processes import child_environment, default_threads
@@ -40,7 +41,7 @@ def serve_rank(config_file: Path | None, **flags: Any) -> None:
         check_machine()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(os.getppid())
-        config = _config_of_group(load_config(flags, os.environ, config_file))
+        config = without_none(_config_of_group(load_config(flags, os.environ, config_file)))
         check_all(config)
         sys.exit(_run(config, errors))
 

@@ -197,7 +197,7 @@ class ServeConfig:
         "or `demo-split`; the demo if left out.",
         parse=read_model,
     )
-    served_model_name: tuple[str, ...] = _model((), "Name under which clients ask for the model.")
+    served_model_name: tuple[str, ...] = _model((), "Name under which clients ask for the model; `*` takes any.")
     revision: str | None = _model(None, "Branch, tag or commit of the hub model.")
     offline: bool = _model(False, "Use only files that are already on disk.")
     device: str = _model(
@@ -358,7 +358,8 @@ class ServeConfig:
     )
     kv_disk_path: str | None = _memory(
         None,
-        "Folder where cached KV is kept too, so that prefixes outlive a restart or a crash; see prompt-cache.md.",
+        "Folder where cached KV is kept too, so that prefixes outlive a restart or a crash; see prompt-cache.md. A "
+        "service on loopback keeps up to 10 GB in the cache folder (auto); none turns it off.",
         metavar="DIR",
     )
     kv_disk_size: int = _memory(

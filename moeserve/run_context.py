@@ -14,6 +14,8 @@ import msgspec
 from moeserve.config import VERSION, ServeConfig
 from moeserve.wire import PROTOCOL_VERSION, EngineReady, Suspicion, pack, unpack
 
+ANY_NAME = "*"  # among the served names: requests may name any model
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
@@ -36,6 +38,11 @@ class RunContext:
     meets_in_store: bool = False
     suspicion: Suspicion = field(default_factory=Suspicion)
     response_store: str | None = None
+
+    @property
+    def takes_any_name(self) -> bool:
+        """Whether requests may name any model: `*` is among the names that the user gives."""
+        return ANY_NAME in self.config.served_model_name
 
     @property
     def engine_address(self) -> str:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Services of tests keep no KV in the user's own cache; the flag of a test goes before the variable.
+os.environ["MOESERVE_KV_DISK_PATH"] = "none"
+
 # A GPU machine may have pytest alone, for the tests of the kernels.
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings

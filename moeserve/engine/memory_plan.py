@@ -17,6 +17,7 @@ from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import KvBudget, StateDemand, available_bytes, choose_device, cuda_absence, plan_kv, step_budget
 from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.engine.experts.settings import plan_placement, read_statistics
+from moeserve.engine.kv_disk.files import AUTO
 from moeserve.engine.ranks.settings import layers_of_ranks
 from moeserve.model.checkpoint import OwnedExperts, find_mtp, plan_weights, read_index
 from moeserve.model.demo import demo_named
@@ -259,7 +260,7 @@ def share_memory(
         states=state_demand(spec, dtype, config),
         windows=window_demand(spec.kv_layers, config.block_size, kv_dtype, config.max_num_seqs, step_budget(config)),
     )
-    if config.kv_disk_path is not None and spec.state_layers and not kv.num_snapshots:
+    if config.kv_disk_path not in (None, AUTO) and spec.state_layers and not kv.num_snapshots:
         raise ConfigError(
             "--kv-disk-path keeps cached prefixes, and this model caches none without room for snapshots of its states."
         )

@@ -27,6 +27,7 @@ from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSo
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
 from moeserve.engine.fingerprint import fingerprint_of
 from moeserve.engine.kv_disk.copier import BlockCopier
+from moeserve.engine.kv_disk.files import AUTO
 from moeserve.engine.kv_disk.opening import KvDisk, open_kv_disk
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
 from moeserve.engine.kv_host import HostCopier, HostedBlocks, KvHost, disk_copier, open_hosted, open_kv_host
@@ -255,7 +256,9 @@ def _moves(
 
 def _open_lower(context: RunContext, rank: Rank) -> KvDisk | KvHost | None:
     """Open the tier below memory, if there is to be one. Raise ConfigError."""
-    if context.config.kv_disk_path is not None:
+    model, path = rank.model, context.config.kv_disk_path
+    keeps_prefixes = not model.spec.state_layers or model.kv.num_snapshots > 0
+    if path is not None and (keeps_prefixes or path != AUTO):
         return open_kv_disk(context, rank)
     return None if context.config.kv_host_memory is None else open_kv_host(context.config, rank)
 
@@ -299,7 +302,7 @@ def _ready(
         max_model_len=model.kv.max_model_len,
         vocab_size=model.spec.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        default_sampling=model.defaults.sampling,
+        default_sampling=_default_sampling(config, model.defaults),
         max_num_seqs=config.max_num_seqs,
         max_num_queued_reqs=config.max_num_queued_reqs,
         num_blocks=num_ranks * model.kv.num_blocks,
@@ -316,6 +319,13 @@ def _ready(
         default_max_tokens=_default_max_tokens(config, model.defaults),
         longest_answer=None if longest_answer is None else int(longest_answer),
     )
+
+
+def _default_sampling(config: ServeConfig, defaults: GenerationDefaults) -> dict[str, float]:
+    """Return the sampling of requests that set none. The demo is greedy: its second choices are often nonsense."""
+    if demo_named(config.model) is None or "temperature" in parse_generation(config.override_generation_config):
+        return defaults.sampling
+    return defaults.sampling | {"temperature": 0.0}
 
 
 def _default_max_tokens(config: ServeConfig, defaults: GenerationDefaults) -> int | None:

@@ -181,6 +181,7 @@ class Services:
                 default_max_tokens=ready.default_max_tokens,
                 longest_answer=ready.longest_answer,
                 mapped_efforts=tuple(parse_effort_budgets(self.run.config.reasoning_effort_budgets)),
+                takes_any_name=self.run.takes_any_name,
             )
         return self._facts
 

@@ -29,6 +29,7 @@ _NAME, SPLIT_NAME = "demo", "demo-split"
 SPLIT_EXPERTS, SPLIT_TOP_K = 16, 2
 # Tokens of an answer whose request sets no bound: in a long context so small a model rarely ends an answer by itself.
 ANSWER_TOKENS = 1024
+SENTENCE = "demo model, 135M parameters: for trying the service, not its knowledge"
 _SPLIT_BUILD_VERSION = 2
 QUALITY_NAME = "quality.json"
 

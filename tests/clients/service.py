@@ -89,7 +89,7 @@ def serve_demo(log: Path, clients: Iterable[str], model: Path | None = None, *se
     keys = log.with_suffix(".keys")
     keys.touch(0o600)
     keys.write_text("\n".join([*own_keys.values(), f"admin:{admin_key}", ""]))
-    options = ["--port", "0", "--served-model-name", MODEL, "--api-key-file", str(keys)]
+    options = ["--port", "0", "--served-model-name", MODEL, "--api-key-file", str(keys), "--kv-disk-path", "none"]
     command = [
         sys.executable,
         "-m",

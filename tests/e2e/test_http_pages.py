@@ -68,7 +68,7 @@ def test_the_routes_are_described(server: Frontend) -> None:
     assert document["openapi"].startswith("3.1")
     chat = document["paths"]["/v1/chat/completions"]["post"]
     schema = chat["requestBody"]["content"]["application/json"]["schema"]
-    assert {"model", "messages"} <= set(schema["required"]) <= set(schema["properties"])
+    assert {"messages"} <= set(schema["required"]) <= set(schema["properties"])
 
 
 def test_figures_need_the_role_of_metrics(server: Frontend) -> None:

@@ -76,6 +76,24 @@ def test_a_restart_and_kill_9_leave_prefixes_warm_with_the_same_bits(model: Path
         assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 0})
 
 
+def test_services_on_loopback_share_kv_in_the_cache_folder_and_restart_warm(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOESERVE_KV_DISK_PATH")
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    nothing = {"device": 0, "host": 0, "disk": 0}
+    with service(model, tmp_path / "1") as first, service(model, tmp_path / "2") as second:
+        cold, where = ask(first)
+        assert where == nothing
+        other = [one + 1 for one in PROMPT]
+        assert ask(second, other)[1] == nothing
+        wait_for_blocks(first, 13)
+        wait_for_blocks(second, 13)
+    assert len(files_of(tmp_path / "cache" / "kv")) >= 26
+    with service(model, tmp_path / "3") as again:
+        assert ask(again) == (cold, {"device": 0, "host": 0, "disk": 192})
+
+
 def test_kv_of_a_gguf_file_is_of_its_bytes_and_of_no_path_or_time(tmp_path: Path) -> None:
     path, settings = tmp_path / "model.gguf", ("--kv-disk-path", str(tmp_path / "kv"), "--engine-timeout", "30")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from launcher.offline import RequestRefused
+from launcher.own_service import ServiceNotStarted
 from moeserve import LLM
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -47,3 +48,9 @@ def test_the_first_refused_prompt_is_named(llm: LLM) -> None:
     assert (caught.value.number, caught.value.status) == (1, 400)
     with pytest.raises(RequestRefused, match="stream"):
         llm.chat([{"role": "user", "content": "hi"}], stream=True)
+
+
+def test_why_a_model_does_not_start_is_in_the_exception(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ServiceNotStarted, match=r"exit code \d\): .*max-model-len"):
+        LLM("demo", max_model_len="much")
+    assert "max-model-len" in capfd.readouterr().err

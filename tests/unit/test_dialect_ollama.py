@@ -77,6 +77,8 @@ def test_latest_is_taken_and_left_out(names: tuple[str, ...], asked: str) -> Non
     assert ollama.served_name(asked, names) in (names[-1], asked)
     with pytest.raises(ApiError, match="does not exist"):
         ollama.served_name("m:other", names)
+    assert ollama.served_name(None, names) == names[0]
+    assert ollama.served_name("m:other", names, takes_any=True) == "m:other"
 
 
 def test_the_same_conversation_through_chat_gives_the_same_request() -> None:

@@ -445,7 +445,6 @@ def test_fields_that_are_not_served_are_refused_in_words(field: str, value: Any)
         ("metadata", {str(i): "" for i in range(17)}, "metadata"),
         ("user", "u" * 513, "user"),
         ("stream_options", {}, "stream_options"),
-        ("model", None, "model"),
     ],
 )
 def test_bad_values_are_refused_by_name(field: str, value: Any, param: str) -> None:

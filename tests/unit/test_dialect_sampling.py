@@ -1,6 +1,7 @@
 """What both OpenAI dialects share: bounds, defaults, refusals, and errors that name the field."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -284,8 +285,12 @@ def test_for_an_unknown_model_the_served_one_is_named(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("model", [None, ""])
-def test_a_model_must_be_named(dialect: str, model: str | None) -> None:
-    assert (refuse(dialect, model=model).status, refuse(dialect, model=model).param) == (400, "model")
+def test_a_request_without_a_model_gets_the_served_one(dialect: str, model: str | None) -> None:
+    assert parse(dialect, model=model).model == "tiny"
+
+
+def test_a_service_may_take_any_name_and_answers_under_it(dialect: str) -> None:
+    assert parse(dialect, replace(FACTS, takes_any_name=True), model="gpt-9").model == "gpt-9"
 
 
 def test_the_answer_speaks_under_the_name_that_was_asked_for(dialect: str) -> None:

@@ -80,6 +80,13 @@ def test_the_banner_names_the_flag_that_serves_the_models_whole_context():
     assert "context  16,000 tokens per request of the model's 32,000: --kv-cache-memory 2GiB holds them all" in text
 
 
+def test_the_banner_says_what_the_demo_is_for_and_where_kv_is_kept():
+    text = ready_banner(READY, url="http://x", model="demo", needs_key=False, gpus=[], is_demo=True, disk="KV is in kv")
+    assert "demo     demo model, 135M parameters: for trying the service, not its knowledge" in text
+    assert "disk     KV is in kv" in text
+    assert "135M" not in ready_banner(READY, url="http://x", model="m", needs_key=False, gpus=[])
+
+
 def test_the_banner_tells_from_which_length_on_positions_are_stretched():
     stretched = msgspec.structs.replace(READY, max_model_len=32768, model_max_len=32768, stretched_from=8192)
     text = ready_banner(stretched, url="http://x", model="demo", needs_key=False, gpus=[])

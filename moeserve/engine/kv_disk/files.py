@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from moeserve.config import cache_root
 from radix_cache import NAME_BYTES, BlockCopy, Kind, StoredBlock, border_name, used_at
 
 _HEADER = struct.Struct("<8s32s16sIIQ")  # magic, fingerprint, name of the KV block, tokens, kind, bytes
@@ -34,6 +35,7 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _FOLDER = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}")
 _NAME = re.compile(r"[0-9a-f]{32}(?:0[12])?")
 _SUFFIX = ".new"
+AUTO = "auto"  # --kv-disk-path: a folder of this user's cache
 _SECRET = "secret"
 ABOUT = "about.json"
 # Files of an unfinished write that are older, or newer than now by as much, belong to a process that is gone.
@@ -45,8 +47,8 @@ _OPEN_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def disk_root(path: str) -> Path:
-    """Return the folder that `--kv-disk-path` names."""
-    return Path(path).expanduser().absolute()
+    """Return the folder that `--kv-disk-path` names. Raise ConfigError if this account has no folder for a cache."""
+    return cache_root() / "kv" if path == AUTO else Path(path).expanduser().absolute()
 
 
 class BlockError(Exception):

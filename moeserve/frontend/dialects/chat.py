@@ -423,8 +423,7 @@ def _asks(name: str, value: Any) -> bool:
 
 def read_prefix(body: PrefixBody, model: ModelFacts) -> ChatPrompt | str | list[int]:
     """Return the prefix of a checked body; messages without the head of an answer, unless the client asks for it."""
-    if body.model is not None:
-        fields.check_model(body.model, model)
+    fields.served_model(body.model, model)
     if body.prompt is None:
         return replace(read_chat_prompt(body), add_generation_prompt=body.add_generation_prompt is True)
     if not body.prompt:
@@ -439,7 +438,7 @@ def parse_warm(body: bytes, model: ModelFacts) -> GenerateRequest:
     prefix, ignored = bodies.decode_json(body, PrefixBody)
     check_prefix(prefix, WARM_FIELDS)
     return GenerateRequest(
-        model=prefix.model or model.names[0],
+        model=fields.served_model(prefix.model, model),
         prompts=[read_prefix(prefix, model)],
         sampling=SamplingParams(max_tokens=1, temperature=0.0),
         max_tokens=1,
@@ -484,8 +483,7 @@ class DetokenizeBody(msgspec.Struct):
 def parse_tokenize(data: bytes, model: ModelFacts) -> TokenizeBody | ChatPrompt:
     """Return a body with a `prompt` of bounded length, or the conversation of one with `messages`. Raise ApiError."""
     body, _ = bodies.decode_json(data, TokenizeBody)
-    if body.model is not None:
-        fields.check_model(body.model, model)
+    fields.served_model(body.model, model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("Give either `prompt` or `messages`", "prompt")
     if body.truncate_prompt_tokens is not None:
@@ -501,8 +499,7 @@ def parse_tokenize(data: bytes, model: ModelFacts) -> TokenizeBody | ChatPrompt:
 def parse_detokenize(data: bytes, model: ModelFacts) -> list[int]:
     """Return the token ids of a body, all of them in the vocabulary. Raise ApiError."""
     body, _ = bodies.decode_json(data, DetokenizeBody)
-    if body.model is not None:
-        fields.check_model(body.model, model)
+    fields.served_model(body.model, model)
     num_tokens = len(body.tokens)
     if num_tokens > limits.MAX_CONVERTED_TOKENS:
         raise invalid(f"`tokens` has {num_tokens} entries; at most {limits.MAX_CONVERTED_TOKENS}", "tokens")

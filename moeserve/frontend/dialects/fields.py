@@ -85,16 +85,20 @@ class SamplingBody(FormatFields, kw_only=True):
 def read_body(data: bytes, expected: type[_B], model: ModelFacts) -> tuple[_B, tuple[str, ...]]:
     """Return a body for this model, and the names of its fields that `expected` lacks. Raise ApiError."""
     body, ignored = bodies.decode_json(data, expected)
-    check_model(body.model, model)
+    body.model = served_model(body.model, model)
     return body, ignored
 
 
-def check_model(name: str | None, model: ModelFacts) -> None:
-    """Raise ApiError: 400 without a name, 404 for another model."""
+def served_model(name: str | None, model: ModelFacts) -> str:
+    """Return the name of the model that a request asks for, the first one served where it names none.
+
+    Raise ApiError (404) for another model.
+    """
     if not name:
-        raise invalid("`model` is required", "model")
-    if name not in model.names:
+        return model.names[0]
+    if name not in model.names and not model.takes_any_name:
         raise unknown_model(name, model.names)
+    return name
 
 
 def read_request(

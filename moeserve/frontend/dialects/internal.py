@@ -26,7 +26,8 @@ class ModelFacts:
     keeps_states: prompts are resumed from snapshots of recurrent states. moves_kv: services compute prompts for each
     other. drafts: draft tokens are made, so a predicted text makes answers faster. default_max_tokens: the longest
     answer to a request that sets no bound, longest_answer: to any request; None for all that the context leaves.
-    mapped_efforts: the efforts of reasoning for which the service sets a budget of thought.
+    mapped_efforts: the efforts of reasoning for which the service sets a budget of thought. takes_any_name: requests
+    may name any model.
     """
 
     names: tuple[str, ...]
@@ -41,6 +42,7 @@ class ModelFacts:
     default_max_tokens: int | None = None
     longest_answer: int | None = None
     mapped_efforts: tuple[str, ...] = ()
+    takes_any_name: bool = False
 
     def bound_of(self, max_tokens: int | None) -> int | None:
         """Return the service's own bound for an answer, None without one. max_tokens: as the request asks."""

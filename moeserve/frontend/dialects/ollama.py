@@ -159,7 +159,7 @@ def _shared(asked: OllamaBody, model: ModelFacts) -> tuple[dict[str, Any], tuple
     given = asked.options if bytes(asked.options) != b"null" else _NO_OPTIONS
     options, passed_over = bodies.decode_json(bytes(given), OllamaOptions)
     shared = {
-        "model": served_name(asked.model, model.names),
+        "model": served_name(asked.model, model.names, takes_any=model.takes_any_name),
         "stream": asked.stream is not False,
         "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else None,
         "seed": None if options.seed == -1 else options.seed,
@@ -219,14 +219,14 @@ def _answered(waiting: list[MessageCall], name: str | None) -> str | None:
     return None
 
 
-def read_load(data: bytes, kind: type[OllamaBody], names: Sequence[str]) -> LoadWish | None:
+def read_load(data: bytes, kind: type[OllamaBody], names: Sequence[str], *, takes_any: bool = False) -> LoadWish | None:
     """Return the wish of a body that asks for no answer, None of one that does. Raise ApiError."""
     asked, _ = bodies.decode_json(data, kind)
     if getattr(asked, "messages" if kind is OllamaChatBody else "prompt"):
         return None
     alive = asked.keep_alive
     unloads = _UNLOAD.fullmatch(alive) is not None if isinstance(alive, str) else alive == 0
-    return LoadWish(served_name(asked.model, names), unloads)
+    return LoadWish(served_name(asked.model, names, takes_any=takes_any), unloads)
 
 
 class LoadWish(msgspec.Struct, frozen=True):
@@ -241,13 +241,18 @@ class LoadWish(msgspec.Struct, frozen=True):
         return {**head, "done": True, "done_reason": "unload" if self.unloads else "load"}
 
 
-def served_name(name: str | None, names: Sequence[str]) -> str:
-    """Return the served name that a client means: it may add `:latest`, or leave it out. Raise ApiError."""
+def served_name(name: str | None, names: Sequence[str], *, takes_any: bool = False) -> str:
+    """Return the served name that a client means: it may add `:latest`, leave it out, or name none.
+
+    Raise ApiError for another one, unless the service takes any.
+    """
     if not name:
-        raise invalid("`model` is required", "model")
+        return names[0]
     for meant in (name, name.removesuffix(_LATEST), name + _LATEST):
         if meant in names:
             return meant
+    if takes_any:
+        return name
     raise unknown_model(name, names)
 
 

@@ -90,10 +90,10 @@ class About:
         }
 
 
-def read_name(body: bytes, names: Sequence[str]) -> tuple[NameBody, str]:
+def read_name(body: bytes, names: Sequence[str], *, takes_any: bool) -> tuple[NameBody, str]:
     """Return a body that names a model, and the served name that it means. Raise ApiError."""
     asked, _ = bodies.decode_json(body, NameBody)
-    return asked, served_name(asked.model or asked.name, names)
+    return asked, served_name(asked.model or asked.name, names, takes_any=takes_any)
 
 
 def level_of(model: str) -> str:

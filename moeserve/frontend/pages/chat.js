@@ -183,6 +183,9 @@ function showModel() {
 async function loadModels() {
   const { data } = await server.json("/v1/models");
   models = data;
+  const about = find("#about-model");
+  about.textContent = data[0]?.description ?? "";
+  about.hidden = !about.textContent;
   form.showModels(models);
   chooseModel();
   showContext();

@@ -69,7 +69,7 @@ class OllamaRoutes:
 
     async def _named(self, request: Request) -> tuple[ollama_models.NameBody, str]:
         body = await receive_body(request.scope, request.receive, limits.INLINE_BODY_BYTES)
-        return ollama_models.read_name(body, self._names)
+        return ollama_models.read_name(body, self._names, takes_any=self._services.run.takes_any_name)
 
     def _about(self) -> ollama_models.About:
         services = self._services
@@ -112,7 +112,8 @@ class OllamaGenerateRoute:
         data = await receive_body(scope, receive, services.run.config.max_request_bytes)
         # A wish is short; longer bodies are read in text processes alone.
         is_short = len(data) <= limits.INLINE_BODY_BYTES and content_coding(scope["headers"]) is None
-        wish = ollama.read_load(data, self._body, services.run.served_model_names) if is_short else None
+        names, takes_any = services.run.served_model_names, services.run.takes_any_name
+        wish = ollama.read_load(data, self._body, names, takes_any=takes_any) if is_short else None
         if wish is None:
             hold_of(scope).set(0)  # it is received again
             await self._generate(scope, _again(data, receive), send)

@@ -211,7 +211,7 @@ def _of_model(model: ModelFacts) -> dict[str, Schema]:
     token = {"type": "integer", **_span(0, model.vocab_size - 1)}
     count = _span(0, model.max_logprobs)
     return {
-        "model": _one_of(*model.names, None),
+        "model": {"type": ["string", "null"]} if model.takes_any_name else _one_of(*model.names, None),
         "stop_token_ids": _OF_FIELDS["stop_token_ids"] | {"items": token},
         "tokens": {"items": token},
         "prompt": _prompt(token),

@@ -38,6 +38,7 @@ from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.routes.usage import usage_metrics
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.usage import UsageBook
+from moeserve.model.demo import SENTENCE, demo_named
 from moeserve.settings.generation import parse_effort_budgets
 from moeserve.thoughts import ThoughtBudget
 from moeserve.wire import EngineReady, Rest, Stats
@@ -211,6 +212,7 @@ class ServiceRoutes:
         self._book = book
         has_names = services.run.config.metrics_compat == "vllm"
         self._names = VllmNames(services.run.served_model_names[0]) if has_names else None
+        self._description = None if demo_named(services.run.config.model) is None else SENTENCE
 
     async def health(self, _: Request) -> Response:
         """Answer 200 while this process lives."""
@@ -242,7 +244,7 @@ class ServiceRoutes:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         names = self._services.run.served_model_names
-        if name not in names:
+        if name not in names and not self._services.run.takes_any_name:
             raise unknown_model(name, names)
         return json_response(self._model(name))
 
@@ -270,6 +272,7 @@ class ServiceRoutes:
             "max_model_len": max_model_len,
             "type": "model",
             "display_name": name,
+            "description": self._description,
             "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "max_input_tokens": max_model_len,
             "max_tokens": max_model_len if longest is None else longest,
