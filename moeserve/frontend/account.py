@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import asyncio
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -20,35 +20,46 @@ class Spent(msgspec.Struct, frozen=True):
     generated: int
 
 
-# Counts an answer and writes its log line, of an event and its fields.
-Tell = Callable[[Spent, str, dict[str, Any]], None]
+class Ledger(Protocol):
+    """Counts answers, and writes their log lines."""
+
+    def expect(self, key: str) -> asyncio.Future[None]:
+        """Return a future that is done once an answer that has ended is counted. The key's next request waits for
+        it."""
+
+    def tell(
+        self, spent: Spent, event: str, fields: dict[str, Any], counted: asyncio.Future[None] | None = None
+    ) -> None:
+        """Count an answer, and then write its log line. counted: of `expect`."""
 
 
 class RequestLine:
-    """The log line of one HTTP request. It is written at the request's end, or by `tell` if it has tokens.
+    """The log line of one HTTP request. It is written at the request's end, by a ledger if it has tokens.
 
     `fields`: counts and times, never text. An answer may outlive its request, and then has a line of its own.
     """
 
-    def __init__(self, tell: Tell | None = None) -> None:
+    def __init__(self, ledger: Ledger | None = None) -> None:
         self.fields: dict[str, Any] = {}
-        self._tell = tell
+        self._ledger = ledger
         self._spent: Spent | None = None
+        self._counted: asyncio.Future[None] | None = None
         self._is_over = False
 
     def spend(self, spent: Spent, fields: dict[str, Any]) -> None:
         """Enter the answer's tokens, and what else its line says of it."""
-        if self._is_over and self._tell is not None:
-            self._tell(spent, "answer", fields)
+        if self._is_over and self._ledger is not None:
+            self._ledger.tell(spent, "answer", fields)
             return
         self._spent = spent
+        self._counted = None if self._ledger is None else self._ledger.expect(spent.key)
         self.fields |= fields
 
     def end(self, fields: dict[str, Any], *, is_watch: bool) -> None:
         """Write the line. is_watch: operators look at the route all the time."""
         self._is_over = True
         fields = self.fields | fields
-        if self._spent is not None and self._tell is not None:
-            self._tell(self._spent, "request", fields)
+        if self._spent is not None and self._ledger is not None:
+            self._ledger.tell(self._spent, "request", fields, self._counted)
         else:
             (log.debug if is_watch else log.info)("request", **fields)

@@ -102,7 +102,7 @@ def create_app(services: Services, most_requests: int) -> Starlette:
         lifespan=lifespan,
         middleware=[
             *_cors(config.cors_allow_origin),
-            Middleware(RequestBoundary, metrics=services.metrics, routes=table, tell=book.tell),
+            Middleware(RequestBoundary, metrics=services.metrics, routes=table, ledger=book),
             Middleware(
                 PageGate,
                 routes=table,

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeserve.frontend import limits
-from moeserve.frontend.account import RequestLine, Tell
+from moeserve.frontend.account import Ledger, RequestLine
 from moeserve.frontend.errors import ApiError, internal_error
 from moeserve.frontend.http import ClientDisconnected, PatientSend, SlowReader, send_error
 from moeserve.frontend.keys import sent_key
@@ -44,10 +44,10 @@ class RequestBoundary:
     turn of the event loop, and go on with their bodies likewise, except those by which operators look at the server.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: RouteTable, tell: Tell | None = None) -> None:
-        """tell: counts the tokens of an answer with its log line."""
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: RouteTable, ledger: Ledger | None = None) -> None:
+        """ledger: counts the tokens of answers with their log lines."""
         self._app = app
-        self._tell = tell
+        self._ledger = ledger
         self._metrics = metrics
         self._routes = routes
         self._turnstile = Turnstile()
@@ -60,7 +60,7 @@ class RequestBoundary:
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
         write = self._routes.error_body(scope["path"])
-        line = RequestLine(self._tell)
+        line = RequestLine(self._ledger)
         state |= {"request_id": request_id, "line": line, "log": line.fields, "arrival": started}
         state["error_body"] = lambda error: write(error, request_id)
         patient = PatientSend(send, limits.SEND_TIMEOUT_S)

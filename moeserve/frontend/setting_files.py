@@ -18,7 +18,7 @@ import structlog
 from moeserve.config import ConfigError
 from moeserve.forever import Forever
 from moeserve.frontend.keys import KeyRing, cache_account, load_keys, warn_of_readers
-from moeserve.frontend.routes.cache import load_public_prefixes, publish_prefixes
+from moeserve.frontend.routes.cache import load_public_prefixes, publish_prefixes, unpin_prefixes
 from moeserve.frontend.services import Services
 from moeserve.frontend.usage import UsageBook
 
@@ -50,10 +50,13 @@ class PublicPrefixes:
             self._publishing = None
 
     async def replace(self, prefixes: Sequence[bytes]) -> None:
-        """Publish others. The present ones stay in memory until it is needed."""
+        """Publish others. Those that are not among them are unpinned, and stay cached until memory is needed."""
         if prefixes != self._prefixes:
             await self.stop()
+            gone = [prefix for prefix in self._prefixes if prefix not in prefixes]
             self._prefixes = prefixes
+            if self._services.number == 0:
+                await unpin_prefixes(self._services, gone)
             self.start()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -50,12 +50,11 @@ class UsageBook:
         self._owner = owner
         self._rejections = rejections
         self._drain_logs = drain_logs
-        self._pending: list[Line] = []
+        self._pending: list[tuple[Line, asyncio.Future[None]]] = []
+        self._expected: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)  # by the names of keys
         self._uncounted: list[Spent] = []  # that the store could not take yet
         self._last_told = 0  # the number of the newest line that was given to the log
         self._work = asyncio.Event()
-        self._settled = asyncio.Event()
-        self._settled.set()
         self._writing = Forever("usage", self._count)
         self._looking = Forever("usage lines", self._look, _LOOK_APART_S)
         self._shut: dict[str, tuple[float, ApiError]] = {}  # by name, until when on the clock
@@ -67,7 +66,9 @@ class UsageBook:
     async def stop(self) -> None:
         """Count what has come, and wait a moment until it is in the log."""
         await self._looking.stop()
-        await self.settle()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_LINES_S):
+                await self.settle()
         await self._writing.stop()
         if self._uncounted:
             log.error("usage_not_counted", answers=len(self._uncounted))
@@ -75,15 +76,30 @@ class UsageBook:
             with suppress(ApiError):
                 await self._drop_written()
 
-    def tell(self, spent: Spent, event: str, fields: dict[str, Any]) -> None:
-        """Count an answer, and then write its log line."""
-        self._pending.append(Line(spent, event, fields))
-        self._settled.clear()
+    def expect(self, key: str) -> asyncio.Future[None]:
+        """See `Ledger`."""
+        counted = asyncio.get_running_loop().create_future()
+        self._expected[key].add(counted)
+        counted.add_done_callback(partial(self._forget, key))
+        return counted
+
+    def _forget(self, key: str, counted: asyncio.Future[None]) -> None:
+        self._expected[key].discard(counted)
+        if not self._expected[key]:
+            del self._expected[key]
+
+    def tell(
+        self, spent: Spent, event: str, fields: dict[str, Any], counted: asyncio.Future[None] | None = None
+    ) -> None:
+        """See `Ledger`."""
+        self._pending.append((Line(spent, event, fields), counted or self.expect(spent.key)))
         self._work.set()
 
-    async def settle(self) -> None:
-        """Wait until all answers that this process was told of are counted, if the store can be written."""
-        await self._settled.wait()
+    async def settle(self, keys: Collection[str] | None = None) -> None:
+        """Wait until all answers to keys, None for all, that have ended are counted, if the store can be written."""
+        names = list(self._expected) if keys is None else keys
+        if expected := [counted for name in names for counted in self._expected.get(name, ())]:
+            await asyncio.wait(expected)
 
     def reopen(self) -> None:
         """Ask anew whether keys have reached their limits, which may have changed."""
@@ -113,7 +129,7 @@ class UsageBook:
             return
         until, error = self._shut.get(holder.name, (0.0, None))
         if error is None or until <= time.time():
-            await self.settle()
+            await self.settle([holder.name])
             begin = partial(usage.begin, key=holder.name, tokens=tokens, requests=requests)
             refusal = await self._store.write(digest, begin)
             if refusal is None:
@@ -126,7 +142,7 @@ class UsageBook:
 
     async def accounts(self, names: Collection[str] | None = None) -> dict[str, Account]:
         """Return the accounts of some keys, or of all that have used anything."""
-        await self.settle()
+        await self.settle(names)
         return await self._store.read(b"", partial(usage.accounts, keys=names))
 
     # Writing.
@@ -136,7 +152,8 @@ class UsageBook:
         once, and counted when it works again."""
         await self._work.wait()
         self._work.clear()
-        lines, self._pending = self._pending, []
+        pending, self._pending = self._pending, []
+        lines = [line for line, _ in pending]
         self._uncounted += [line.spent for line in lines]
         spents = list(self._uncounted)
         try:
@@ -150,8 +167,9 @@ class UsageBook:
             await asyncio.sleep(_LOOK_APART_S)
         finally:
             _write(lines)
-            if not self._pending:
-                self._settled.set()
+            for _, counted in pending:
+                if not counted.done():
+                    counted.set_result(None)
 
     async def _look(self) -> None:
         """Drop the lines that are written, and write those that dead processes have left."""

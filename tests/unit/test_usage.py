@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from structlog.testing import capture_logs
@@ -74,19 +75,19 @@ def test_the_lines_of_a_dead_process_are_written_by_another_one_until_they_are_d
 
 
 def test_a_line_of_an_answer_that_outlives_its_request_is_written_by_itself() -> None:
-    told: list[tuple[Any, ...]] = []
     spent = Spent("alice", 1, 0, 1)
+    ledger = Mock()
     for outlives in (False, True):
-        line = RequestLine(lambda *what: told.append(what))
+        line = RequestLine(ledger)
         line.fields["key"] = "alice"
         if outlives:
             line.end({"status": 499}, is_watch=False)
         line.spend(spent, {"answer_id": "x"})
         if not outlives:
             line.end({"status": 200}, is_watch=False)
-    assert told == [
-        (spent, "request", {"key": "alice", "answer_id": "x", "status": 200}),
-        (spent, "answer", {"answer_id": "x"}),
+    assert ledger.tell.mock_calls == [
+        call(spent, "request", {"key": "alice", "answer_id": "x", "status": 200}, ledger.expect()),
+        call(spent, "answer", {"answer_id": "x"}),
     ]
 
 
@@ -150,6 +151,22 @@ def test_a_key_is_refused_beyond_its_limits_with_a_time_and_others_are_not(tmp_p
                 await book.enter(ALICE)
             assert caught.value.code == "key_tokens_used"
             assert made.rejections == {"key_requests_used": 1, "key_tokens_used": 1}
+
+    run(work)
+
+
+def test_a_keys_next_request_waits_until_its_answers_that_have_ended_are_counted(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with Book(tmp_path) as book:
+            line = RequestLine(book)
+            line.spend(Spent("alice", 99, 0, 1), {})
+            entering = asyncio.create_task(book.enter(ALICE))
+            await book.enter(BOB)
+            await book.accounts(["bob"])
+            assert not entering.done()
+            line.end({}, is_watch=False)
+            with pytest.raises(ApiError, match="has used 100 of its 100 tokens"):
+                await entering
 
     run(work)
 

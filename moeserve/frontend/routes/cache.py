@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,16 @@ async def publish_prefixes(services: Services, prefixes: Sequence[bytes]) -> boo
             log.info("public_prefix_ready", number=number, tokens=num_tokens)
     await lost.wait()
     return services.engine.dead_reason is None
+
+
+async def unpin_prefixes(services: Services, prefixes: Sequence[bytes]) -> None:
+    """Let go of public prefixes. An engine that is away has pinned none, and one that comes later pins the present
+    ones."""
+    for prefix in prefixes:
+        with suppress(ApiError, EngineGone):
+            token_ids = expect(await services.prepare_own("prefix", prefix), Prefix).token_ids
+            assert token_ids is not None
+            await services.engine.control("unpin_prefix", {"namespace": PUBLIC, "token_ids": pack_token_ids(token_ids)})
 
 
 async def _publish(services: Services, prefix: bytes) -> int:
