@@ -367,6 +367,7 @@ class WindowTable:
 
 # Begins the error of a request whose grammar cannot be enforced; its text may be shown to the client.
 GRAMMAR_FAILED = "The grammar failed: "
+CANCELLED = "cancelled by an operator"  # the error of a request that `Scheduler.cancel` ends
 
 
 @dataclass(slots=True)

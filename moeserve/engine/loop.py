@@ -14,6 +14,7 @@ from moeserve.engine.commands import Commands
 from moeserve.engine.crashes.suspects import Suspects
 from moeserve.engine.experts.monitor import ExpertMonitor
 from moeserve.engine.inbox import Inbox
+from moeserve.engine.request_commands import RequestCommands
 from moeserve.engine.socket import EngineSocket
 from moeserve.plan import NO_WISH, Asked, CacheWish, FinishReason, PromptProgress, Request
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
@@ -83,6 +84,7 @@ class Engine:
         self._asked_by: dict[str, bytes] = {}
         self._inbox = Inbox(socket.receive)
         self._commands = Commands(cache_commands or CacheCommands(caches), experts, self._send)
+        self._requests = RequestCommands(scheduler, self._cancel)
         self._stats = EngineStats(scheduler, caches)
         self._progress = 0
         self._step_progress = step_progress
@@ -169,6 +171,8 @@ class Engine:
                     turned(message.request_id)
             case Hello():
                 self._send(sender, self._answer_hello(sender, message))
+            case Control() if message.command in self._requests:
+                self._send(sender, self._requests.run(message, time.monotonic()))
             case Control():
                 self._commands.add(sender, message)
 
@@ -250,6 +254,10 @@ class Engine:
     def _reject(self, sender: bytes, rejected: Rejected) -> None:
         self._stats.count_rejection(rejected.code)
         self._send(sender, rejected)
+
+    def _cancel(self, ended: RequestOutput) -> None:
+        self._suspects.record_abort(ended.request.request_id)
+        self._send_outputs([ended])
 
     def _end(self, ended: RequestOutput | None) -> None:
         if ended is not None:

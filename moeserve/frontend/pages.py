@@ -29,8 +29,8 @@ from moeserve.frontend.route import JSON, TEXT, RouteTable
 # The files of the folder `pages` that `/pages` serves. Each is named here, so that no other file is public.
 _NAMES = (
     "answers.js api.js attachments.js chat.css chat.html chat.js charts.js conversations.js dashboard.css dashboard.js "
-    "dom.js experts.js highlight.js icon.svg markdown.js math.js messages.js prefixes.js settings.js snippets.js "
-    "style.css theme.js versions.js"
+    "dom.js experts.js highlight.js icon.svg keys.js markdown.js math.js messages.js prefixes.js settings.js "
+    "snippets.js style.css theme.js versions.js"
 )
 # By path: the name of a file.
 FILES = {"/dashboard": "dashboard.html", **{f"/pages/{name}": name for name in _NAMES.split()}}

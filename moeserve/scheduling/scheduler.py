@@ -11,9 +11,10 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, takewhile
 
-from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, StepPlan, StepResult
+from moeserve.plan import CANCELLED, Chunk, ChunkResult, FinishReason, Request, StepPlan, StepResult
 from moeserve.scheduling.arrivals import Source
 from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.chunks import Chunks
@@ -193,6 +194,16 @@ class Scheduler:
         """End a request whose client left, in any state. Return None for a request that is not known."""
         request = self._requests.get(request_id)
         return None if request is None else self._end(request, FinishReason.ABORT)
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """The requests that have not ended, by id, in the order of their arrival."""
+        return self._requests
+
+    def cancel(self, request_id: str) -> RequestOutput | None:
+        """End a request that an operator does not want. Return None for a request that is not known."""
+        ended = self.abort(request_id)
+        return None if ended is None else replace(ended, error=CANCELLED)
 
     def finish(self, request_id: str, keep_tokens: int) -> RequestOutput | None:
         """End a request with its first `keep_tokens` output tokens: the frontend found a stop string in them."""

@@ -9,7 +9,8 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,47 @@ class Traffic:
             ("/v1/responses", {"model": "m", "input": prompt, "max_output_tokens": 20, "background": True}),
             ("/api/chat", {"model": "m", "messages": message, "options": {"num_predict": 10}}),
         ]
+
+
+def test_an_admin_sees_every_request_under_way_and_cancels_one(
+    model: Path, tmp_path: Path, settings: list[str]
+) -> None:
+    body = {
+        "model": "m",
+        "prompt": "once upon a time",
+        "max_tokens": 100_000,
+        "ignore_eos": True,
+        "stream": True,
+        "n": 2,
+    }
+    root = bearer("root")
+    with service(model, tmp_path / "s", *settings) as running:
+        with ExitStack() as stack:
+            ask = partial(running.http.stream, "POST", "/v1/completions", json=body)
+            first, second = (
+                stack.enter_context(ask(headers=bearer(f"key-of-{name}"))).iter_lines() for name in NAMES[:2]
+            )
+            next(first)
+            next(second)
+            listed = running.http.get("/v1/requests", headers=root).json()
+            found = {one["key"]: one for one in listed["data"]}
+            assert (listed["total_choices"], found.keys()) == (4, set(NAMES[:2]))
+            mine = found[NAMES[0]]
+            assert (mine["choices"], mine["running"], mine["route"]) == (2, True, "/v1/completions")
+            assert mine["computed_tokens"] == mine["prompt_tokens"] > 0
+            assert mine["completion_tokens"] > 0
+            assert (
+                running.http.post(f"/v1/requests/{mine['id']}/cancel", headers=bearer("key-of-person-1")).status_code
+                == 403
+            )
+            assert running.http.post(f"/v1/requests/{mine['id']}/cancel", headers=root).status_code == 200
+            events = [line for line in first if line.startswith("data: ")]
+            assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "cancelled_by_operator"
+            assert next(second) is not None
+            [left] = running.http.get("/v1/requests", headers=root).json()["data"]
+            assert left["key"] == NAMES[1]
+            assert running.http.post(f"/v1/requests/{mine['id']}/cancel", headers=root).status_code == 404
+        wait_until(lambda: running.http.get("/v1/requests", headers=root).json()["data"] == [])
 
 
 def lines_of(running: Service) -> Iterator[dict[str, Any]]:

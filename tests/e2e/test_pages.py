@@ -489,6 +489,34 @@ FIRST = {"id": "0.1", "parent": None, "preview": "You are", "prefix_tokens": 32,
 PREFIXES = {"num_prefixes": 2, "prefixes": [{**BELOW, "own": False}, {**FIRST, "own": True, "pinned": True}]}
 
 
+def test_the_dashboard_shows_keys_and_requests_and_cancels_one(browser: Browser, server: Frontend) -> None:
+    request = {"id": "chatcmpl-1", "key": "alice", "route": "/v1/chat/completions", "choices": 2, "running": True}
+    request |= {
+        "prompt_tokens": 21034,
+        "computed_tokens": 8192,
+        "cached_tokens": 6016,
+        "completion_tokens": 0,
+        "age_s": 7,
+    }
+    used = {"requests": 3, "prompt_tokens": 100, "cached_tokens": 71, "completion_tokens": 20, "total_tokens": 120}
+    limit = {"limit": 5000, "per": "day", "used": 120, "left": 4880, "resets_at": 0}
+    alice = {"key": "alice", "valid": True, "running": 1, "waiting": 2, "today": used, "limits": {"tokens": limit}}
+    page = browser.page()
+    page.answer("/v1/requests/chatcmpl-1/cancel", (404, "application/json", '{"error": {"message": "It has ended."}}'))
+    page.answer("/v1/requests", (200, "application/json", json.dumps({"data": [request]})))
+    page.answer("/v1/usage", (200, "application/json", json.dumps({"data": [alice]})))
+    page.answer("/v1/experts", (200, "application/json", json.dumps(EXPERTS)))
+    page.answer("/v1/cache", (200, "application/json", json.dumps(PREFIXES)))
+    page.open(server.url + "/dashboard")
+    page.wait("!!(document.querySelector('#keys td') && document.querySelector('#open td'))")
+    shown = texts(page, "#open td")
+    assert shown[1:6] == ["alice", "/v1/chat/completions", " 8,192 of 21,034, 6,016 cached", "0", "7 s"]
+    assert texts(page, "#keys td") == ["alice", "1", "2", "3", "120", "71 %", " 4,880 of 5,000"]
+    page.click("#open button")
+    page.wait("document.querySelector('.notice')?.textContent.startsWith('It has ended.')")
+    assert [problem.rpartition("/v1")[2] for problem in page.problems] == ["/requests/chatcmpl-1/cancel"]
+
+
 def test_the_dashboard_shows_experts_and_prefixes(browser: Browser, server: Frontend) -> None:
     page = browser.page()
     page.answer("/v1/experts", (200, "application/json", json.dumps(EXPERTS)))

@@ -4,6 +4,7 @@ import { ApiError, Server, readEvents } from "./api.js";
 import { LineChart, ShareBar } from "./charts.js";
 import { button, count, duration, el, find, milliseconds, notify, period } from "./dom.js";
 import { ExpertPanel } from "./experts.js";
+import { KeyPanel, RequestPanel } from "./keys.js";
 import { PrefixPanel } from "./prefixes.js";
 
 const KEPT = 300;
@@ -78,6 +79,8 @@ const TILES = {
 
 const kv = new ShareBar([["in use", "leased"], ["cached, evictable", "cached"], ["free", "free"]]);
 const experts = new ExpertPanel();
+const keys = new KeyPanel();
+const requests = new RequestPanel(server, () => refreshSlow());
 const prefixes = new PrefixPanel((path, body, method = "POST") => act(path, body, method));
 let about = {};
 let samples = [];
@@ -218,6 +221,8 @@ function take(event, content) {
 async function refreshSlow() {
   if (document.hidden || !lastEvent) return;
   await Promise.all([
+    refresh(() => server.json("/v1/requests", { ask: false }), "#open", (described) => requests.show(described)),
+    refresh(() => server.json("/v1/usage", { ask: false }), "#keys", (described) => keys.show(described)),
     refresh(() => server.json("/v1/experts", { ask: false }), "#experts", (described) => experts.show(described)),
     refresh(askForPrefixes, "#prefixes", (described) => prefixes.show(described)),
   ]);

@@ -20,7 +20,7 @@ from moeserve.frontend.parsers.feed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser
 from moeserve.frontend.parsers.shape import PLAIN, OutputShape
 from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, PromptText, StopMatcher, TextTokenizer, prompt_tail
-from moeserve.plan import GRAMMAR_FAILED, FinishReason, TokenLogprobs
+from moeserve.plan import CANCELLED, GRAMMAR_FAILED, FinishReason, TokenLogprobs
 from moeserve.thoughts import Thought
 from moeserve.wire import Output
 from radix_cache import Miss, MissReason
@@ -254,6 +254,9 @@ def _failure(output: Output) -> ApiError:
     if output.finish_reason is FinishReason.LATE:
         message = "The server was too busy to begin this answer in time"
         return ApiError(503, message, type="server_unavailable", code=OVERLOADED)
+    if output.error == CANCELLED:
+        message = "An operator cancelled this request"
+        return ApiError(409, message, type="conflict", code="cancelled_by_operator", may_retry=False)
     if output.finish_reason is FinishReason.ABORT:
         return internal_error("The server ended this request before it was complete")
     if output.error is not None and output.error.startswith(GRAMMAR_FAILED):

@@ -32,6 +32,7 @@ from moeserve.frontend.routes.files import FileRoutes
 from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, WARM, GenerateRoute
 from moeserve.frontend.routes.ollama import OllamaGenerateRoute, OllamaRoutes
 from moeserve.frontend.routes.openapi import DescriptionRoutes
+from moeserve.frontend.routes.requests import OpenRequestRoutes
 from moeserve.frontend.routes.responses import ConversationRoutes, KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes.service import (
     ExpertRoutes,
@@ -75,6 +76,7 @@ class Endpoints:
         self.experts = ExpertRoutes(services)
         self.live = LiveRoutes(services, book)
         self.usage = UsageRoutes(services, book)
+        self.open_requests = OpenRequestRoutes(services, book)
         self.description = DescriptionRoutes(services, ROUTES)
         self.pages = Pages()
         self.ollama = OllamaRoutes(services)
@@ -328,6 +330,8 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         example={"prompt": "Hello"},
     ),
     _user("GET /v1/usage", "Tell what the key has used, to an admin what every key has", lambda e: e.usage.usage),
+    _admin("GET /v1/requests", "List the answers that are under way", lambda e: e.open_requests.all),
+    _admin("POST /v1/requests/{name}/cancel", "Cancel an answer that is under way", lambda e: e.open_requests.cancel),
     _metrics("GET /v1/stats", "Tell the figures of the latest minutes", lambda e: e.live.stats),
     _metrics("GET /v1/stats/stream", "Tell the figures every second", lambda e: e.live.stream, media=(EVENTS,)),
     _admin("GET /v1/experts", "Describe load, balance and placement of the experts", lambda e: e.experts.experts),
