@@ -120,8 +120,7 @@ def build_generates(
                     ticket=request.ticket,
                     beams=request.beams,
                     predicted=predicted,
-                    # Choices share their prompt; nobody hears the progress of a response in the background.
-                    reports_progress=request.reports_progress and not request.detached and not sample,
+                    reports_progress=request.hears_progress and not sample,  # choices share their prompt
                 )
             )
     return generates

@@ -67,8 +67,10 @@ def test_a_stream_tells_how_far_its_prompt_is_before_the_first_token(server: Fro
 def test_who_does_not_ask_for_progress_or_does_not_stream_hears_nothing_of_it(server: Frontend, path: str) -> None:
     server.engine.script = say("Hello")
     for fields in ({"stream": True}, {"return_progress": True}):
-        body = server.http.post(path, json={**BODIES[path], **fields}).text
-        assert "prompt_progress" not in body
+        response = server.http.post(path, json={**BODIES[path], **fields})
+        assert "prompt_progress" not in response.text
+        ignored = response.headers.get("x-moeserve-ignored")
+        assert ignored == ("return_progress" if "return_progress" in fields else None)
     assert [generate.reports_progress for generate in server.engine.of(Generate)] == [False, False]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import socket
 import subprocess
@@ -180,3 +181,39 @@ def test_nobody_there_is_one_sentence() -> None:
     result = chat("--url", "http://127.0.0.1:1", lines="a\n")
     assert result.exit_code == 1
     assert "start one with `moeserve serve`" in result.stderr
+
+
+class Slow(Handler):
+    """Tells how far a prompt is before it answers."""
+
+    def do_GET(self) -> None:
+        self.answer(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def do_POST(self) -> None:
+        assert json.loads(self.rfile.read(int(self.headers["content-length"])))["return_progress"]
+        progress = {"total": 21034, "cache": 6016, "processed": 8192, "time_ms": 7900, "left_ms": 41250}
+        choice = {"index": 0, "delta": {}, "finish_reason": None}
+        events = [
+            {"choices": [choice], "prompt_progress": progress},
+            {"choices": [{**choice, "delta": {"content": "Hello"}}]},
+        ]
+        self.answer(200, b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+
+
+def test_on_a_terminal_a_long_prompt_shows_how_far_it_is_until_the_answer_begins() -> None:
+    with local_server(Slow) as address:
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.environ["TERM"] = "xterm"
+            os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", "chat", "--url", address])
+        shown = b""
+        os.write(terminal, b"hi\n/exit\n")
+        while True:
+            try:
+                shown += os.read(terminal, 65536)
+            except OSError:  # the program has ended
+                break
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    text = shown.decode()
+    assert text.index("8,192 of 21,034 (6,016 cached) · 41 s left") < text.index("Hello")

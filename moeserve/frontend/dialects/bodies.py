@@ -80,6 +80,7 @@ HARMLESS = frozenset(
         "length_penalty",
         "metadata",
         "prediction",
+        "return_progress",
         "safety_identifier",
         "server_tools",
         "service_tier",

@@ -123,7 +123,7 @@ def read_request(
         "stream": bool(body.stream),
         "include_usage": bool(options.include_usage),
         "continuous_usage": bool(options.continuous_usage_stats),
-        "reports_progress": bool(body.return_progress and body.stream),
+        "reports_progress": bool(body.return_progress),
         "priority": body.priority or 0,
         "background": bool(body.background),
         "cache_salt": read_cache_salt(body.cache_salt),

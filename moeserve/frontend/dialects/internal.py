@@ -193,7 +193,7 @@ class GenerateRequest:
     `truncate` is how many tokens at the end of each prompt are kept. `include_stop` leaves the stop string in the text,
     `skip_special_tokens` special tokens out of it. A prompt is computed only if at least the share
     `cache_hit_threshold` of it is cached: otherwise its choices end as `cache_threshold`. For
-    `offers_kv` and `ticket` see `Generate`. `reports_progress`: the stream tells how far its prompts are. `beams`:
+    `offers_kv` and `ticket` see `Generate`. `reports_progress`: a stream tells how far its prompts are. `beams`:
     search for the `n` likeliest texts.
     """
 
@@ -247,6 +247,11 @@ class GenerateRequest:
     def num_sequences(self) -> int:
         """The number of texts that are computed at once."""
         return self.num_choices if self.beams is None else len(self.prompts) * self.beams.width
+
+    @property
+    def hears_progress(self) -> bool:
+        """True if the answer tells how far its prompts are."""
+        return self.reports_progress and self.stream and not self.detached
 
     @property
     def shows_prompts(self) -> bool:

@@ -179,7 +179,7 @@ function costs({ stats, stopped, finish_reason: reason }) {
 /** Why the prefix cache had no more of a prompt. */
 function showReport({ cached, prompt, report }) {
   const close = button("Close", () => dialog.close(), { class: "quiet" });
-  const texts = [["Both begin", report.before], ["This prompt", report.yours], ["The nearest", report.nearest]];
+  const texts = [["Just before", report.before], ["This prompt", report.yours], ["The nearest", report.nearest]];
   const shown = texts.filter(([, text]) => text).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, el("code", {}, text))]);
   const dialog = el(
     "dialog",

@@ -171,10 +171,12 @@ class Preparer:
         return Prepared(for_answer(request), prompts, wishes, texts, prediction, relaxed)
 
     def _without_effect(self, request: GenerateRequest, facts: ModelFacts) -> list[str]:
-        """Return the fields without effect: budgets for thoughts if the model has none, and switches that its template
-        does not read."""
+        """Return the fields without effect: budgets for thoughts if the model has none, switches that its template does
+        not read, and progress where nobody hears it."""
         thinks, prompt = self._shape.thinks(request), request.prompts[0]
         found = [] if thinks else list(request.thought.fields)
+        if request.reports_progress and not request.hears_progress:
+            found.append("return_progress")
         template = None if self._programs is None else self._programs.template
         if isinstance(prompt, ChatPrompt) and template is not None:
             has_budget = thinks and request.thought.effort in facts.mapped_efforts
