@@ -46,7 +46,7 @@ class Choice:
 
 def choose(names: list[str], folder: Path, on_gpu: ServeConfig, progress: Progress, probe: Probe) -> Choice:
     """Choose the device for a model. names: of the GPUs that the driver lists. on_gpu: the settings for a GPU."""
-    if not names or on_gpu.expert_parallel_size > 1:
+    if not names or on_gpu.num_ranks > 1:
         return Choice("cpu")
     faults = remembered(names)
     arguments = ["--model", str(folder), "--settings", msgspec.json.encode(on_gpu).decode()]

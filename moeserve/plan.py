@@ -556,8 +556,9 @@ class StepResult:
 
     `routing`: the experts that the gates chose for the plan's rows, if recorded: bytes of `experts.routing.choices`, or
     an object that becomes these bytes on demand, as it does before it travels. `sent`: on one of several ranks, the
-    rows that it has sent to each rank since the start, then the bytes. `seconds`: of the step on a device with a queue,
-    by the device's clock; None where launching it took all its time. `waited_s`: the host's wait for the device.
+    rows that it has sent to each rank since the start, then the bytes. `seconds`: of the step on ranks that share the
+    layers, or on a device with a queue, by its clock; None where launching it took all its time. `waited_s`: the host's
+    wait for the device.
     """
 
     step: int

@@ -65,10 +65,14 @@ class Collectives:
     On a GPU a call returns once it is queued on the current stream; the host waits only in `waits`. `traffic` counts.
     """
 
-    def __init__(self, rank: int, num_ranks: int, *, device: torch.device | None = None) -> None:
-        """device: this rank's GPU, which must be current, for NCCL; by default the CPU, for gloo."""
+    def __init__(
+        self, rank: int, num_ranks: int, *, device: torch.device | None = None, computes_meanwhile: bool = False
+    ) -> None:
+        """device: this rank's GPU, which must be current, for NCCL; by default the CPU, for gloo. computes_meanwhile:
+        the rank computes while its rows travel."""
         self.device = device or torch.device("cpu")
         self._on_gpu = self.device.type == "cuda"
+        self._computes_meanwhile = computes_meanwhile
         self.rank = rank
         self.num_ranks = num_ranks
         self.traffic = Traffic.none(num_ranks)
@@ -110,7 +114,8 @@ class Collectives:
         except RuntimeError as error:
             raise CollectiveError(_first_line(error)) from error
         self.be_patient(timeout)
-        if not self._on_gpu:
+        # A thread of the batch class would wait for the end of a time slice of a rank that computes.
+        if not (self._on_gpu or self._computes_meanwhile):
             # New threads are found by comparing: a thread has its name only once it runs.
             _let_senders_finish(_threads() - before)
 

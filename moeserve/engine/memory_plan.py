@@ -25,7 +25,7 @@ from moeserve.model.expert_store import layouts_of, native_layouts
 from moeserve.model.expert_weights import expert_shape
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.files import is_gguf_folder
-from moeserve.model.kv_pool import kv_block_bytes, window_demand
+from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand
 from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding, format_in_file, shown_format
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.stages import Stage, stages_of
@@ -361,6 +361,26 @@ def plan_from_rank_0(
     rounding = rounding_of(config, spec, read_index(directory))
     residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype, rounding)
     return ModelPlan(spec, dtype, kv, 0, placement, residency, device, rounding, layers=layers)
+
+
+@on_one_thread()
+def check_stage(directory: Path, plan: ModelPlan, config: ServeConfig, rank: int, free_bytes: int) -> None:
+    """Raise ModelError if the stage of a rank, with its part of the KV memory, does not fit into `free_bytes`.
+
+    Rank 0 has divided the memory of its own machine, and knows no other.
+    """
+    spec, stage, kv = plan.spec, stages_of(plan.layers)[rank], plan.kv
+    assert isinstance(spec, DecoderSpec)
+    part, kv_dtype = spec.of_layers(stage), cpu_kv_dtype(config, spec, plan.dtype, plan.rounding)
+    (num_bytes,) = stage_bytes(spec, plan.dtype, read_index(directory), [stage], plan.rounding)
+    num_bytes += kv_pool_bytes(part.kv_layers, kv.num_blocks, kv.num_window_blocks, config.block_size, kv_dtype)
+    num_bytes += kv.num_state_rows * state_row_bytes(part.state_layers, plan.dtype)
+    if num_bytes > free_bytes:
+        raise ModelError(
+            f"Layers {stage.first} to {stage.end - 1}, with their part of the KV memory, take "
+            f"{show_size(num_bytes, up=True)}, but only {show_size(free_bytes)} are free here: set --kv-cache-memory "
+            "or --layers-per-rank."
+        )
 
 
 def owned_experts(spec: ModelSpec, placement: Placement, rank: int) -> OwnedExperts:

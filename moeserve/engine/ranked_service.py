@@ -22,7 +22,7 @@ from experts.errors import CollectiveError
 from experts.parallel.collectives import Collectives
 from experts.placement.placement import Placement
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.device import current_gpu, too_few_gpus
+from moeserve.device import available_bytes, current_gpu, too_few_gpus
 from moeserve.engine.assemble import collective_timeout
 from moeserve.engine.crashes.suspects import open_suspects
 from moeserve.engine.experts.monitor import ExpertSources, expert_strategy
@@ -30,7 +30,7 @@ from moeserve.engine.experts.observe import ExpertRecording, LinkCounts, Recordi
 from moeserve.engine.experts.rebalancing import RankMemories, start_rebalancing
 from moeserve.engine.kv_disk.opening import files_for
 from moeserve.engine.kv_host import disk_copier
-from moeserve.engine.memory_plan import ModelPlan, plan_from_rank_0, plan_model
+from moeserve.engine.memory_plan import ModelPlan, check_stage, plan_from_rank_0, plan_model
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.cores import bind_to_cores
@@ -134,7 +134,10 @@ def _load_other(
             link.watch(setup.pid)
         context = replace(context, config=_shared_config(context.config, setup.settings))
         _check_device(number, own, context.config.device)
-        member = _load_part(context, number, _plan_of(setup, context), lambda _: None, to_copy)
+        plan = _plan_of(setup, context)
+        if plan.layers and context.config.nnodes > 1:
+            check_stage(Path(context.model_dir), plan, context.config, number, available_bytes())
+        member = _load_part(context, number, plan, lambda _: None, to_copy)
         link.send(Loaded(number))
         return member
     finally:
@@ -145,7 +148,9 @@ def _load_other(
 def _load_part(context: RunContext, number: int, plan: ModelPlan, report: Report, to_copy: bool) -> LoadedPart:
     """Load a rank's part of the model. Raise ModelError or ConfigError."""
     device = current_gpu() if plan.device == "cuda" else torch.device("cpu")
-    collectives = Collectives(number, context.config.num_ranks, device=device)
+    config = context.config
+    is_stage = config.pipeline_parallel_size > 1
+    collectives = Collectives(number, config.num_ranks, device=device, computes_meanwhile=is_stage)
     return load_part(context, number, plan, report, to_copy=to_copy, collectives=collectives)
 
 

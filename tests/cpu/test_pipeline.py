@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 from benchmarks.token_engine import Completion, TokenEngine
+from moeserve.engine.memory_plan import check_stage, plan_model, read_spec, stage_bytes, weights_bytes
+from moeserve.engine.ranks.settings import layers_of_ranks
+from moeserve.model.checkpoint import read_index
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.sizes import expected_index
+from moeserve.model.spec import ModelError
+from moeserve.model.stages import stages_of
 from moeserve.plan import BeamParams, SamplingParams
 from tests.support.llm_prompts import BASE, GREEDY, PROMPTS, SAMPLINGS, assert_same, assert_same_cold_and_cached
 from tests.support.staged_engine import StagedEngine
 from tests.support.tiny_models import CASES, save
 
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
 TWO = replace(BASE, pipeline_parallel_size=2)
 # Stages with attention alone and with recurrent layers alone; a layer each.
 SPLITS = {"qwen3_next-recurrent-end": "1,3", "gpt_oss": "1,1,1", "llama": "1,1,1"}
@@ -115,3 +137,32 @@ def test_one_request_has_one_step_in_flight_and_two_have_two(model_dir: Path) ->
         staged = StagedEngine(model_dir, replace(TWO, enable_prefix_caching=False))
         staged.generate([prompt[:3] for prompt in PROMPTS[:num_requests]], GREEDY)
         assert staged.executor.most_in_flight == num_requests
+
+
+def test_a_stage_that_does_not_fit_into_the_memory_of_its_own_machine_is_refused(model_dir: Path) -> None:
+    config = replace(TWO, layers_per_rank="1,2")
+    plan = plan_model(model_dir, config)
+    staged = StagedEngine(model_dir, config)
+    needed = [
+        sum(tensor.nbytes for tensors in rank.block_tensors().values() for tensor in tensors) for rank in staged.ranks
+    ]
+    for rank, kv_bytes in enumerate(needed):
+        check_stage(model_dir, plan, config, rank, kv_bytes + plan.weights_bytes)
+        with pytest.raises(ModelError, match=r"with their part of the KV memory, take .* are free here"):
+            check_stage(model_dir, plan, config, rank, kv_bytes)
+    # The parts are the parts of the whole, but for the norm at the border.
+    whole = stages_of([1, 2])
+    spec, dtype = read_spec(model_dir, config)
+    parts = stage_bytes(spec, dtype, read_index(model_dir), whole)
+    assert sum(parts) == plan.weights_bytes + spec.hidden_size * dtype.itemsize
+
+
+def test_two_ranks_hold_little_more_than_half_of_qwen3_30b_a3b_each(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    spec = build_spec(load_config(tmp_path))
+    for num_layers in (4, 48):
+        cut = replace(spec, sparse_layers=spec.sparse_layers[:num_layers], windows=spec.windows[:num_layers])
+        index = expected_index(cut, "BF16")
+        sizes = stage_bytes(cut, torch.float32, index, stages_of([1] * num_layers))
+        stages = stages_of(layers_of_ranks(TWO, sizes))
+        assert max(stage_bytes(cut, torch.float32, index, stages)) <= 0.55 * weights_bytes(cut, torch.float32, index)

@@ -85,6 +85,7 @@ def test_without_a_card_or_with_several_ranks_nothing_is_asked() -> None:
     probe = Probe(*PASSED)
     assert chosen(probe, names=[]) == Choice("cpu")
     assert chosen(probe, config=ServeConfig(device="cuda", expert_parallel_size=2)) == Choice("cpu")
+    assert chosen(probe, config=ServeConfig(device="cuda", pipeline_parallel_size=2)) == Choice("cpu")
     assert probe.asked == []
 
 

@@ -35,7 +35,9 @@ class PipelineExecutor:
         """timeout: the seconds in which some rank has to get on while rank 0 waits for a step."""
         self._runner, self._hub, self._timeout = runner, hub, timeout
         self._plans = PlanSender()
-        self._in_flight: deque[tuple[int, Pending[StepResult]]] = deque()
+        # The number of each step, its first stage, and when it was launched.
+        self._in_flight: deque[tuple[int, Pending[StepResult], float]] = deque()
+        self._ended_at = 0.0
         self._results: defaultdict[int, dict[int, StepResult]] = defaultdict(dict)
         self._work_of: dict[int, int] = {}
         self._num_signs = 0
@@ -43,10 +45,10 @@ class PipelineExecutor:
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
         """Launch a step on all ranks. Results must be taken in the order of the steps."""
         (plan,) = plans
-        message = ForwardStage(self._plans.encode(plan))
-        self._hub.send_all(message)
+        launched_at = time.monotonic()
+        self._hub.send_all(ForwardStage(self._plans.encode(plan)))
         with self._blaming():
-            self._in_flight.append((plan.step, self._runner.launch(plan)))
+            self._in_flight.append((plan.step, self._runner.launch(plan), launched_at))
         return _PipelineStep(self)
 
     def signs_of_work(self) -> int:
@@ -73,7 +75,7 @@ class PipelineExecutor:
 
     def wait(self) -> list[StepResult]:
         """Wait for the oldest step in flight. Raise RankError if a rank dies, or none gets on for too long."""
-        number, step = self._in_flight.popleft()
+        number, step, launched_at = self._in_flight.popleft()
         with self._blaming():
             own = step.result()
         results, seen, deadline = self._results[number], self._num_signs, time.monotonic() + self._timeout
@@ -86,7 +88,8 @@ class PipelineExecutor:
                 late = next(rank for rank in self._hub.others if rank not in results)
                 raise RankError(f"{self._hub.name(late)} hung: it did not finish step {number}.")
         del self._results[number]
-        return [joined([own, *(results[rank] for rank in self._hub.others)])]
+        began_at, self._ended_at = max(launched_at, self._ended_at), time.monotonic()
+        return [joined([own, *(results[rank] for rank in self._hub.others)], self._ended_at - began_at)]
 
     @contextmanager
     def _blaming(self) -> Iterator[None]:
@@ -119,13 +122,16 @@ class _PipelineStep:
         return self.executor.wait()
 
 
-def joined(results: Sequence[StepResult]) -> StepResult:
-    """Return the result of a step whose stages have these results, in their order."""
-    last = results[-1]
-    if last.routing is None:
-        return last
-    # Layer by layer, as a rank with all layers has it.
-    return StepResult(last.step, last.chunks, b"".join(bytes(result.routing) for result in results))
+def joined(results: Sequence[StepResult], seconds: float | None = None) -> StepResult:
+    """Return the result of a step whose stages have these results, in their order.
+
+    seconds: since it was launched, or since the step before it ended.
+    """
+    last, routing = results[-1], None
+    if last.routing is not None:
+        # Layer by layer, as a rank with all layers has it.
+        routing = b"".join(bytes(result.routing) for result in results)
+    return StepResult(last.step, last.chunks, routing, seconds=seconds)
 
 
 class StageSteps:
