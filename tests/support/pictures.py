@@ -111,6 +111,7 @@ def picture_dashboard(browser: Browser, url: str, file: Path) -> None:
         for topic in _TOPICS:
             pool.submit(ask, url, topic)
         page.wait("!document.querySelector('#experts .content').hidden", _ANSWER_S)
+        page.click("#experts summary")
         page.wait("document.querySelector('#expert-curves .big')?.textContent.startsWith('0.')", _ANSWER_S)
         shown = "Number(document.querySelector('#{} .big').textContent)"
         page.wait(f"{shown.format('requests')} > 7 && {shown.format('generation')} > 20", _ANSWER_S)
