@@ -35,7 +35,7 @@ FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 export PYTHONDONTWRITEBYTECODE :=
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv quick test checks lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long test-long kernels-long gpu gpu-test gpu-bench gpu-decode clean
+.PHONY: serve venv quick test checks lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long emulator test-long kernels-long gpu gpu-test gpu-bench gpu-decode clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(if $(DEMO),demo-$(DEMO),$(MODEL)) $(ARGS)
@@ -140,7 +140,14 @@ openapi: venv
 openapi-long: venv
 	@export EXAMPLES=1000; $(TIMED) $(RUN) -m tests.clients --only schemathesis
 
-test-long: venv kernels-long openapi-long
+# A compiler and an emulator for another kind of processor; tests that need them are skipped where they are not.
+EMULATOR := g++-aarch64-linux-gnu qemu-user
+emulator:
+	@command -v qemu-aarch64 >/dev/null || { test $$(id -u) = 0 && command -v apt-get >/dev/null && apt-get update -q && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $(EMULATOR); } >/dev/null || \
+	  echo "no emulator: $(EMULATOR) cannot be installed here"
+
+test-long: venv emulator kernels-long openapi-long
 	@$(TIMED) $(RUN) -m pytest $(UNIT) --hypothesis-profile=thorough tests/unit
 	@$(TIMED) $(RUN) -m pytest -m long --ignore tests/routers tests
 

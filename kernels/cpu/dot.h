@@ -47,6 +47,26 @@ static inline Ints dot(Ints sums, Words codes, int32_t four) {
 #endif
   }
   return sum.whole;
+#elif defined(__ARM_FEATURE_DOTPROD)
+  union {
+    Words whole;
+    uint8x16_t parts[4];
+  } code = {codes};
+  union {
+    Ints whole;
+    int32x4_t parts[4];
+  } sum = {sums};
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(four));
+  for (int p = 0; p < 4; ++p) {
+    // Codes of 8 bits less 128 are signed; twice 64 makes up for it.
+    const uint8x16_t turned = Narrow ? code.parts[p] : veorq_u8(code.parts[p], vdupq_n_u8(128));
+    sum.parts[p] = vdotq_s32(sum.parts[p], vreinterpretq_s8_u8(turned), x);
+    if (!Narrow) {
+      const int8x16_t half = vdupq_n_s8(64);
+      sum.parts[p] = vdotq_s32(vdotq_s32(sum.parts[p], half, x), half, x);
+    }
+  }
+  return sum.whole;
 #else
   for (int b = 0; b < 4; ++b)
     sums += (Ints)((codes >> (8 * b)) & 255u) * splat(int32_t(int8_t(uint32_t(four) >> (8 * b))));

@@ -13,7 +13,7 @@ void norm_row(const float* x, const float* weight, int64_t width, float eps, flo
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes) {
     const Floats value = load(x + i);
-    squares += value * value;
+    squares = fma(value, value, squares);
   }
   float total = sum(squares);
   for (; i < width; ++i) total = std::fma(x[i], x[i], total);
@@ -22,8 +22,7 @@ void norm_row(const float* x, const float* weight, int64_t width, float eps, flo
   for (; i < width; ++i) out[i] = x[i] * inverse * weight[i];
 }
 
-// Not inlined, so that no compiler makes one rounding of the product and the sum that follows.
-__attribute__((noinline)) void scale_row(float* x, int64_t width, float factor) {
+void scale_row(float* x, int64_t width, float factor) {
   for (int64_t i = 0; i < width; ++i) x[i] *= factor;
 }
 
@@ -33,8 +32,8 @@ void rotate(float* head, const float* cos, const float* sin, int64_t half, bool 
   for (int64_t i = 0; i < half; ++i) {
     float* first = head + i * step;
     const float a = first[0], b = first[apart];
-    first[0] = a * cos[i] - b * sin[i];
-    first[apart] = b * cos[i] + a * sin[i];
+    first[0] = std::fma(a, cos[i], -(b * sin[i]));
+    first[apart] = std::fma(b, cos[i], a * sin[i]);
   }
 }
 

@@ -26,7 +26,7 @@ inline Floats gelu(Floats x) {
 }
 
 // tanh(z) = 2 sigmoid(2z) - 1, so that half of 1 + tanh(z) is sigmoid(2z).
-inline Floats gelu_tanh(Floats x) { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
+inline Floats gelu_tanh(Floats x) { return x * sigmoid(1.5957691216f * fma(0.044715f * x * x, x, x)); }
 
 inline Floats gated(Floats gate, Floats up, Activation kind, float alpha, float limit) {
   if (limit > 0.0f) {

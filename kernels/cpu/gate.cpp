@@ -33,7 +33,7 @@ namespace {
 // e^x as torch's softmax has it; x is at most 0.
 inline Floats exp_of_softmax(Floats x) {
   const Floats magic = splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
-  const Floats whole = (max(x, splat(-104.0f)) * 1.442695041f + magic) - magic;
+  const Floats whole = fma(max(x, splat(-104.0f)), splat(1.442695041f), magic) - magic;
   Floats rest = fma(whole, splat(-0.693145751953125f), x);
   rest = fma(whole, splat(-1.428606765330187045e-06f), rest);
   Floats value = splat(0.000198527617612853646278381f);
@@ -133,7 +133,7 @@ void vote(const float* x, int64_t count, int64_t top_k, double sure, int64_t* pl
   if (top_k < count) {
     double total = 0.0;
     for (int64_t e = 0; e < count; ++e) total += x[e];
-    least = x[places[top_k]] + sure * (x[places[0]] - total / double(count));
+    least = std::fma(sure, x[places[0]] - total / double(count), double(x[places[top_k]]));
   }
   for (int64_t k = 0; k < std::min(top_k, count); ++k)
     if (x[places[k]] > least) ++votes[places[k]];

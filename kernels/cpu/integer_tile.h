@@ -35,6 +35,18 @@ static inline Ints dot_signed(Ints sums, int32_t four, Words codes) {
     sum.halves[half] =
         _mm256_add_epi32(sum.halves[half], _mm256_madd_epi16(_mm256_maddubs_epi16(x, code.halves[half]), ones));
   return sum.whole;
+#elif defined(__ARM_FEATURE_DOTPROD)
+  union {
+    Words whole;
+    int8x16_t parts[4];
+  } code = {codes};
+  union {
+    Ints whole;
+    int32x4_t parts[4];
+  } sum = {sums};
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(four));
+  for (int p = 0; p < 4; ++p) sum.parts[p] = vdotq_s32(sum.parts[p], code.parts[p], x);
+  return sum.whole;
 #else
   for (int b = 0; b < 4; ++b) sums += ((Ints)(codes << (24 - 8 * b)) >> 24) * splat((four >> (8 * b)) & 255);
   return sums;

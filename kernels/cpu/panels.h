@@ -37,12 +37,12 @@ static inline Columns load_columns(const Bf16* from) {
 constexpr int kColumnParts = kPanelColumns / kPartLanes;
 
 static inline void load_parts(const float* from, Part (&parts)[kColumnParts]) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int p = 0; p < kColumnParts; ++p) parts[p] = load_part(from + p * kPartLanes);
 }
 
 static inline void load_parts(const Bf16* from, Part (&parts)[kColumnParts]) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int p = 0; p < kColumnParts / 2; ++p) {
     PartWords words;
     std::memcpy(&words, from + 2 * p * kPartLanes, sizeof(words));
@@ -61,7 +61,7 @@ static inline void step(const float* const (&row)[Rows], const Weight* panel, in
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
     const Part x = splat_part(row[r][k]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int p = 0; p < kColumnParts; ++p) sums[r][p] = fma_part(x, weight[p], sums[r][p]);
   }
 }
@@ -73,7 +73,7 @@ static inline void multiply(const float* const* rows, const Weight* panel, int64
   const float* row[Rows];
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int p = 0; p < kColumnParts; ++p) local[r][p] = Part{};
     row[r] = rows[r];
   }
@@ -85,7 +85,7 @@ static inline void multiply(const float* const* rows, const Weight* panel, int64
   for (; k < depth; ++k) step<Rows>(row, panel, k, local);
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int p = 0; p < kColumnParts; ++p)
       store_part(reinterpret_cast<float*>(sums + r) + p * kPartLanes, local[r][p]);
   }

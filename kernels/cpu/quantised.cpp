@@ -2,6 +2,7 @@
 #include "quantised.h"
 
 #include "dot.h"
+#include "halves.h"
 
 #include <algorithm>
 #include <array>
@@ -17,28 +18,7 @@ inline PartWords load_part_words(const uint8_t* from) {
   return value;
 }
 
-inline Floats from_half(const uint8_t* from) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__F16C__)
-  union {
-    Floats whole;
-    __m256 halves[2];
-  } out;
-  for (int i = 0; i < 2; ++i) out.halves[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 16 * i)));
-  return out.whole;
-#else
-  // Shifted into float's fields, a half is 2^112 times too small; so are subnormal ones.
-  Words bits;
-  uint16_t halves[kLanes];
-  std::memcpy(halves, from, sizeof(halves));
-  for (int i = 0; i < kLanes; ++i) bits[i] = halves[i];
-  const Words magnitude = (bits & 0x7fffu) << 13;
-  const Floats value = (Floats)magnitude * 0x1p112f;
-  const Ints special = (Ints)(magnitude >= 0x0f800000u);
-  return (Floats)((Words)select(special, (Floats)(magnitude | 0x7f800000u), value) | (bits & 0x8000u) << 16);
-#endif
-}
+inline Floats from_half(const uint8_t* from) { return from_halves(load_halves(from)); }
 
 // A vector whose parts fit a register; the compiler would keep whole ones in memory on some machines.
 template <typename PartOf>
@@ -320,11 +300,12 @@ MOESERVE_INLINE void add_part(const uint8_t* const* half, const Super* super, co
 #pragma GCC unroll 6
     for (int r = 0; r < Rows; ++r) {
       Floats whole = __builtin_convertvector(products[r][h], Floats);
-      if constexpr (format.shift == Shift::kZero) whole -= shift * x[r]->sum;
-      sums[r][h] += whole * scaled(scale, x[r]->scale);
+      if constexpr (format.shift == Shift::kZero) whole = moeserve::fma(-shift, moeserve::splat(x[r]->sum), whole);
+      Floats& sum = sums[r][h];
+      sum = moeserve::fma(whole, scaled(scale, x[r]->scale), sum);
       const float scaled_sum = format.parts == 1 ? x[r]->scaled_sum : x[r]->scaled_sum_of_half[Part];
-      if constexpr (format.shift == Shift::kMin) sums[r][h] += shift * scaled_sum;
-      if constexpr (format.shift == Shift::kSuperMin) sums[r][h] -= shift * scaled_sum;
+      if constexpr (format.shift == Shift::kMin) sum = moeserve::fma(shift, moeserve::splat(scaled_sum), sum);
+      if constexpr (format.shift == Shift::kSuperMin) sum = moeserve::fma(-shift, moeserve::splat(scaled_sum), sum);
     }
   }
 }
@@ -469,7 +450,7 @@ void multiply_wide(const float* const* rows, const uint8_t* half, int64_t num_bl
 #pragma GCC unroll 4
       for (int b = 0; b < 4; ++b) {
         const Floats weights = group.weights(i, b);
-        for (int r = 0; r < Rows; ++r) sums[r] += moeserve::splat(rows[r][g * kGroup + 4 * i + b]) * weights;
+        for (int r = 0; r < Rows; ++r) sums[r] = moeserve::fma(moeserve::splat(rows[r][g * kGroup + 4 * i + b]), weights, sums[r]);
       }
     }
   });
@@ -563,7 +544,7 @@ static Block round_block(const Block& numbers, float inverse, int8_t* codes) {
   const Floats magic = moeserve::splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
   Block whole;
   for (int half = 0; half < 2; ++half) {
-    whole.halves[half] = min(moeserve::splat(127.0f), (numbers.halves[half] * inverse + magic) - magic);
+    whole.halves[half] = min(moeserve::splat(127.0f), moeserve::fma(numbers.halves[half], moeserve::splat(inverse), magic) - magic);
     const Bytes bytes = __builtin_convertvector(__builtin_convertvector(whole.halves[half], Ints), Bytes);
     std::memcpy(codes + half * kLanes, &bytes, sizeof(bytes));
   }

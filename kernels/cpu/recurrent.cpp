@@ -36,7 +36,7 @@ void convolve(const float* x, int64_t stride, int64_t rows, const float* weight,
     for (int64_t tap = 0; tap < width; ++tap) {
       const int64_t source = row - (width - 1) + tap;
       const float* input = source < 0 ? state + (source + width - 1) * num_channels : x + source * stride;
-      total += load_some(input, count) * load_some(weight + tap * num_channels, count);
+      total = fma(load_some(input, count), load_some(weight + tap * num_channels, count), total);
     }
     store_some(out + row * num_channels, activates ? silu(total) : total, count);
   }
@@ -53,7 +53,7 @@ void normalise(const float* from, int64_t count, float scale, float* to) {
   Floats squares{};
   for (int64_t i = 0; i < count; i += kLanes) {
     const Floats value = load_some(from + i, count - i);
-    squares += value * value;
+    squares = fma(value, value, squares);
   }
   const float factor = scale / std::sqrt(sum(squares) + 1e-6f);
   for (int64_t i = 0; i < count; ++i) to[i] = from[i] * factor;
@@ -69,9 +69,9 @@ void absorb(float* state, int64_t num_keys, int64_t num_values, const float* dec
     float* row = state + i * num_values;
     const float kept = kOneDecay ? all : decay[i], part = key[i], asked = query[i];
     for (int v = 0; v < kVectors; ++v) {
-      const Floats next = load(row + v * kLanes) * kept + delta[v] * part;
+      const Floats next = fma(load(row + v * kLanes), splat(kept), delta[v] * part);
       store(row + v * kLanes, next);
-      out[v] += next * asked;
+      out[v] = fma(next, splat(asked), out[v]);
     }
   }
 }
@@ -99,9 +99,9 @@ void step(float* state, int64_t num_keys, int64_t num_values, const DeltaToken& 
   const float fading = kOneDecay ? token.decay[0] : 1.0f;
   for (int64_t i = 0; i < num_keys; ++i) {
     const float* row = state + i * num_values;
-    for (int v = 0; v < kVectors; ++v) known[v] += load(row + v * kLanes) * key[i];
+    for (int v = 0; v < kVectors; ++v) known[v] = fma(load(row + v * kLanes), splat(key[i]), known[v]);
   }
-  for (int v = 0; v < kVectors; ++v) delta[v] = (load(value + v * kLanes) - known[v] * fading) * token.beta;
+  for (int v = 0; v < kVectors; ++v) delta[v] = fma(-known[v], splat(fading), load(value + v * kLanes)) * token.beta;
   absorb<kVectors, kOneDecay>(state, num_keys, num_values, token.decay, token.key, delta, token.query, result);
   for (int v = 0; v < kVectors; ++v) store(out + v * kLanes, result[v]);
 }
@@ -246,9 +246,9 @@ extern "C" void moeserve_mamba1_scan(const float* x, int64_t stride, const float
       Floats result = value * load(skip + channel);
       for (int64_t i = 0; i < num_states; ++i) {
         const Floats decay = exp(load(rate + i * num_channels + channel) * size);
-        const Floats next = load(state + i * num_channels) * decay + part * key[i];
+        const Floats next = fma(load(state + i * num_channels), decay, part * key[i]);
         store(state + i * num_channels, next);
-        result += next * key[num_states + i];
+        result = fma(next, splat(key[num_states + i]), result);
       }
       store(out + row * num_channels + channel, result);
     }
@@ -267,7 +267,7 @@ extern "C" void moeserve_gated_norm(const float* x, const float* gate, int64_t g
       Floats squares{};
       for (int64_t i = 0; i < width; i += kLanes) {
         const Floats value = load_some(x + place + i, width - i);
-        squares += value * value;
+        squares = fma(value, value, squares);
       }
       const float inverse = 1.0f / std::sqrt(sum(squares) / float(width) + float(eps));
       for (int64_t i = 0; i < width; i += kLanes) {

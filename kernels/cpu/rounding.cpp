@@ -5,6 +5,7 @@
 // best are kept.
 #include <algorithm>
 
+#include "halves.h"
 #include "quantised.h"
 #include "team.h"
 
@@ -13,46 +14,13 @@ namespace {
 
 constexpr int kRanges = 10;  // Ranges that are tried for a group.
 
-typedef uint16_t Halves __attribute__((vector_size(32)));
-
-inline Halves to_halves(Floats value) {
-#if defined(__AVX512F__)
-  return (Halves)_mm512_cvtps_ph((__m512)value, 0);
-#else
-  Halves halves;
-  for (int c = 0; c < kLanes; ++c) {
-#if defined(__F16C__)
-    halves[c] = uint16_t(_cvtss_sh(value[c], 0));
-#else
-    halves[c] = __builtin_bit_cast(uint16_t, static_cast<_Float16>(value[c]));
-#endif
-  }
-  return halves;
-#endif
-}
-
-inline Floats from_halves(Halves halves) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_cvtph_ps((__m256i)halves);
-#else
-  Floats value;
-  for (int c = 0; c < kLanes; ++c) {
-#if defined(__F16C__)
-    value[c] = _cvtsh_ss(halves[c]);
-#else
-    value[c] = static_cast<float>(__builtin_bit_cast(_Float16, uint16_t(halves[c])));
-#endif
-  }
-  return value;
-#endif
-}
-
 inline Floats to_half_and_back(Floats value) { return from_halves(to_halves(value)); }
 
-inline Floats rounded(Floats x) {
-  const Floats magic = splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
-  return (x + magic) - magic;
-}
+constexpr float kMagic = 12582912.0f;  // Adding it rounds to an integer in the low bits.
+
+inline Floats rounded(Floats x) { return (x + kMagic) - kMagic; }
+
+inline Floats rounded_product(Floats a, Floats b) { return fma(a, b, splat(kMagic)) - kMagic; }
 
 inline Floats clamped(Floats x, float least, float most) { return min(splat(most), max(splat(least), x)); }
 
@@ -80,10 +48,10 @@ inline Sums sums_of(const Groups& groups, Affine range, float most) {
   const Floats by = inverse(range.scale), offset = -range.min * by;
   Sums sums;
   for (int i = 0; i < kGroup; ++i) {
-    const Floats code = clamped(rounded(groups.x[i] * by + offset), 0.0f, most);
+    const Floats code = clamped(rounded(fma(groups.x[i], by, offset)), 0.0f, most);
     sums.codes += code;
-    sums.squares += code * code;
-    sums.products += code * groups.x[i];
+    sums.squares = fma(code, code, sums.squares);
+    sums.products = fma(code, groups.x[i], sums.products);
     sums.numbers += groups.x[i];
   }
   return sums;
@@ -92,8 +60,9 @@ inline Sums sums_of(const Groups& groups, Affine range, float most) {
 // The scale and minimum with the least squared error for given codes. Minima above 0 are left out with `below_zero`.
 inline Affine least_squares(const Sums& s, bool below_zero) {
   const float count = kGroup;
-  Floats scale = (count * s.products - s.codes * s.numbers) * inverse(count * s.squares - s.codes * s.codes);
-  Floats least = (s.numbers - scale * s.codes) * (1.0f / count);
+  const Floats of_squares = count * s.squares - s.codes * s.codes;  // Exact.
+  Floats scale = fma(splat(count), s.products, -(s.codes * s.numbers)) * inverse(of_squares);
+  Floats least = fma(-scale, s.codes, s.numbers) * (1.0f / count);
   if (below_zero) {
     const Ints above = (Ints)(least > Floats{});
     scale = select(above, s.products * inverse(s.squares), scale);
@@ -104,8 +73,8 @@ inline Affine least_squares(const Sums& s, bool below_zero) {
 
 // The squared error but for the sum of squared numbers.
 inline Floats error_of(const Sums& s, Affine a) {
-  return a.scale * (a.scale * s.squares + 2.0f * (a.min * s.codes - s.products)) +
-         a.min * (float(kGroup) * a.min - 2.0f * s.numbers);
+  const Floats of_scale = fma(a.scale, s.squares, 2.0f * fma(a.min, s.codes, -s.products));
+  return fma(a.scale, of_scale, a.min * fma(splat(float(kGroup)), a.min, -2.0f * s.numbers));
 }
 
 Affine best_affine(const Groups& groups, float most, bool below_zero) {
@@ -117,7 +86,7 @@ Affine best_affine(const Groups& groups, float most, bool below_zero) {
   Floats least = splat(std::numeric_limits<float>::infinity());
   for (int r = 0; r < kRanges; ++r) {
     const float part = 1.04f - 0.04f * float(r);
-    const Affine range = {part / most * reach, middle - 0.5f * part * reach};
+    const Affine range = {part / most * reach, fma(splat(-0.5f * part), reach, middle)};
     const Sums sums = sums_of(groups, range, most);
     const Affine found = least_squares(sums, below_zero);
     const Affine kept = {to_half_and_back(found.scale), to_half_and_back(found.min)};
@@ -134,7 +103,7 @@ Affine best_affine(const Groups& groups, float most, bool below_zero) {
 inline void codes_of(const Groups& groups, Affine a, float most, uint8_t (*codes)[kGroup]) {
   const Floats by = inverse(a.scale), offset = -a.min * by;
   for (int i = 0; i < kGroup; ++i) {
-    const Ints code = __builtin_convertvector(clamped(rounded(groups.x[i] * by + offset), 0.0f, most), Ints);
+    const Ints code = __builtin_convertvector(clamped(rounded(fma(groups.x[i], by, offset)), 0.0f, most), Ints);
     for (int c = 0; c < kLanes; ++c) codes[c][i] = uint8_t(code[c]);
   }
 }
@@ -151,8 +120,8 @@ void round_q8_0(const Groups& groups, uint8_t* const* out) {
     const Floats tried = to_half_and_back(most * (1.0f / float(127 - r))), by = inverse(tried);
     Floats error{};
     for (int i = 0; i < kGroup; ++i) {
-      const Floats rest = groups.x[i] - tried * clamped(rounded(groups.x[i] * by), -127.0f, 127.0f);
-      error += rest * rest;
+      const Floats rest = fma(-tried, clamped(rounded_product(groups.x[i], by), -127.0f, 127.0f), groups.x[i]);
+      error = fma(rest, rest, error);
     }
     const Ints better = (Ints)(error < least);
     least = select(better, error, least);
@@ -165,7 +134,7 @@ void round_q8_0(const Groups& groups, uint8_t* const* out) {
     std::memcpy(out[c], &bits, 2);
   }
   for (int i = 0; i < kGroup; ++i) {
-    const Ints code = __builtin_convertvector(clamped(rounded(groups.x[i] * by), -127.0f, 127.0f), Ints);
+    const Ints code = __builtin_convertvector(clamped(rounded_product(groups.x[i], by), -127.0f, 127.0f), Ints);
     for (int c = 0; c < kLanes; ++c) out[c][2 + i] = uint8_t(int8_t(code[c]));
   }
 }
@@ -264,9 +233,9 @@ Floats best_scale(const Floats* x) {
     const Floats inverse_scale = by * (-32.0f + 0.5f * float(r));
     Floats squares{}, products{};
     for (int i = 0; i < 16; ++i) {
-      const Floats code = clamped(rounded(x[i] * inverse_scale), -32.0f, 31.0f);
-      squares += code * code;
-      products += code * x[i];
+      const Floats code = clamped(rounded_product(x[i], inverse_scale), -32.0f, 31.0f);
+      squares = fma(code, code, squares);
+      products = fma(code, x[i], products);
     }
     const Floats scale = products * inverse(squares), error = -scale * products;
     const Ints better = (Ints)(error < least);
@@ -301,7 +270,7 @@ void round_q6_k(const Groups& groups, uint8_t* const* out) {
   const Floats by[] = {inverse(kept[0]), inverse(kept[1])};
   for (int i = 0; i < kGroup; ++i) {
     const Ints code =
-        __builtin_convertvector(clamped(rounded(groups.x[i] * by[i / 16]), -32.0f, 31.0f) + 32.0f, Ints);
+        __builtin_convertvector(clamped(rounded_product(groups.x[i], by[i / 16]), -32.0f, 31.0f) + 32.0f, Ints);
     for (int c = 0; c < kLanes; ++c) codes[c][i] = uint8_t(code[c]);
   }
   // Byte i of a half's low codes has groups q and q + 2 of the half; of its high codes, two bits of all four.

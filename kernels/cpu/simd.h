@@ -9,6 +9,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 // Counts parts of work that are done, so that a long call is told from a call that hangs. It never goes back.
@@ -39,6 +41,8 @@ static inline Floats splat(float v) { return Floats{v, v, v, v, v, v, v, v, v, v
 // The floats of one register. Loops that sum in registers are written with it: the compiler keeps wider vectors in memory.
 #if defined(__AVX512F__)
 constexpr int kPartLanes = 16;
+#elif defined(__ARM_NEON)
+constexpr int kPartLanes = 4;
 #else
 constexpr int kPartLanes = 8;
 #endif
@@ -56,6 +60,8 @@ static inline void store_part(float* to, Part value) { std::memcpy(to, &value, s
 static inline Part splat_part(float v) {
 #if defined(__AVX512F__)
   return splat(v);
+#elif defined(__ARM_NEON)
+  return Part{v, v, v, v};
 #else
   return Part{v, v, v, v, v, v, v, v};
 #endif
@@ -67,6 +73,8 @@ static inline Part fma_part(Part a, Part b, Part c) {
   return (Part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (Part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (Part)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   for (int i = 0; i < kPartLanes; ++i) c[i] = std::fma(a[i], b[i], c[i]);
   return c;
@@ -179,16 +187,15 @@ struct PartsOfExp {
 // x: within the exponents of normal results.
 static inline PartsOfExp parts_of_exp(Floats x) {
   const Floats magic = splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
-  const Floats shifted = x * 1.44269504f + magic, n = shifted - magic;
-  Floats r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
+  const Floats shifted = fma(x, splat(1.44269504f), magic), n = shifted - magic;
+  const Floats r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
   Floats p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  return {p * (r * r) + r + 1.0f, shifted, n};
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  return {fma(p, r * r, r) + 1.0f, shifted, n};
 }
 
 // e^x to about two units in the last place; exactly 0 below kLeastExponent and for -infinity.

@@ -42,6 +42,12 @@ TARGETS = (
     Target("avx512", "x86_64", _V4, _HAS_V4),
     Target("avx-vnni", "x86_64", (*_V3, "-mavxvnni"), _HAS_V3 | {"avx_vnni"}),
     Target("x86-64-v3", "x86_64", _V3, _HAS_V3),
+    Target(
+        "aarch64-dotprod",
+        "aarch64",
+        ("-march=armv8.2-a+dotprod+crc",),
+        frozenset({"asimd", "asimddp", "crc32"}),
+    ),
 )
 # Any other processor, compiled for where it is.
 OTHER = Target("native", None, ("-march=native",), frozenset())
