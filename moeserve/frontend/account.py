@@ -36,7 +36,7 @@ class Ledger(Protocol):
 class RequestLine:
     """The log line of one HTTP request. It is written at the request's end, by a ledger if it has tokens.
 
-    `fields`: counts and times, never text. An answer may outlive its request, and then has a line of its own.
+    `fields`: counts and times, never text.
     """
 
     def __init__(self, ledger: Ledger | None = None) -> None:
@@ -44,11 +44,15 @@ class RequestLine:
         self._ledger = ledger
         self._spent: Spent | None = None
         self._counted: asyncio.Future[None] | None = None
-        self._is_over = False
+        self._is_apart = False
+
+    def set_apart(self) -> None:
+        """Have the answer get a line of its own, since it may outlive the request."""
+        self._is_apart = True
 
     def spend(self, spent: Spent, fields: dict[str, Any]) -> None:
         """Enter the answer's tokens, and what else its line says of it."""
-        if self._is_over and self._ledger is not None:
+        if self._is_apart and self._ledger is not None:
             self._ledger.tell(spent, "answer", fields)
             return
         self._spent = spent
@@ -57,7 +61,6 @@ class RequestLine:
 
     def end(self, fields: dict[str, Any], *, is_watch: bool) -> None:
         """Write the line. is_watch: operators look at the route all the time."""
-        self._is_over = True
         fields = self.fields | fields
         if self._spent is not None and self._ledger is not None:
             self._ledger.tell(self._spent, "request", fields, self._counted)

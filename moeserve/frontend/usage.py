@@ -163,8 +163,7 @@ class UsageBook:
             del self._uncounted[: len(spents)]
             self._last_told = max(self._last_told, number)
         except ApiError:
-            self._work.set()
-            await asyncio.sleep(_LOOK_APART_S)
+            asyncio.get_running_loop().call_later(_LOOK_APART_S, self._work.set)
         finally:
             _write(lines)
             for _, counted in pending:

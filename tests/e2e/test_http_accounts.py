@@ -230,3 +230,17 @@ def test_a_cancelled_response_in_the_background_is_counted(server: tuple[Fronten
     assert total()["completion_tokens"] == 4
     [line] = [line for line in log_of(running) if line["event"] == "answer"]
     assert (line["answer_id"], line["key"], line["complete"]) == (job["id"], "alice", False)
+
+
+def test_an_answer_with_an_idempotency_key_is_counted_once_in_a_line_of_its_own(server: tuple[Frontend, Path]) -> None:
+    running, _ = server
+    headers = bearer("a") | {"idempotency-key": "x"}
+    answers = [running.http.post("/v1/completions", json=BODY, headers=headers) for _ in range(2)]
+    assert answers[0].json() == answers[1].json()
+    [own] = running.http.get("/v1/usage", headers=bearer("a")).json()["data"]
+    assert own["total"]["requests"] == 1
+    [line] = [line for line in log_of(running) if line["event"] == "answer"]
+    assert (line["key"], line["completion_tokens"]) == ("alice", 5)
+    assert ["prompt_tokens" in line for line in lines_of(running, 200) if line["route"] == "/v1/completions"] == [
+        False
+    ] * 2

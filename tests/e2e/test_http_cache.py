@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,8 @@ def test_public_prefixes_are_shared_by_all_keys_and_what_follows_is_not(tmp_path
         assert [cached(running, question, key) for key in ("alice", "bob")] == [272, 240]
         assert call(running, "DELETE", "/v1/cache", "alice").status_code == 200
         assert cached(running, question, "alice") == 240
+        (tmp_path / "public.json").write_text(json.dumps(public[1:]))
+        running.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: metric(running, "moeserve_kv_pinned_prefixes") == 1)
+        (tmp_path / "public.json").write_text(json.dumps([*public[1:], {"prompt": "Another " + TAIL}]))
+        wait_until(lambda: metric(running, "moeserve_kv_pinned_prefixes") == 2)

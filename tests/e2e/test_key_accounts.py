@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ def bearer(key: str) -> dict[str, str]:
 @pytest.fixture
 def settings(tmp_path: Path) -> list[str]:
     keys = tmp_path / "keys"
-    lines = [f"user:key-of-{name} name={name}" for name in NAMES]
+    lines = [f"user:key-of-{name} name={name}" for name in NAMES] + ["user:key-of-limited name=limited requests=5/min"]
     keys.write_text("\n".join(["admin:root name=root", *lines]))
     keys.chmod(0o600)
     store = ["--response-store", str(tmp_path / "responses.sqlite3")]
@@ -121,6 +122,22 @@ def test_an_admin_sees_every_request_under_way_and_cancels_one(
             assert left["key"] == NAMES[1]
             assert running.http.post(f"/v1/requests/{mine['id']}/cancel", headers=root).status_code == 404
         wait_until(lambda: running.http.get("/v1/requests", headers=root).json()["data"] == [])
+
+
+def test_a_limit_holds_for_all_http_processes_together(model: Path, tmp_path: Path, settings: list[str]) -> None:
+    def ask(_: int) -> int:
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        with httpx2.Client(base_url=running.http.base_url, headers=bearer("key-of-limited"), limits=limits) as http:
+            return http.post(
+                "/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 1}, timeout=60
+            ).status_code
+
+    with service(model, tmp_path / "s", *settings) as running, ThreadPoolExecutor(8) as pool:
+        statuses = Counter(pool.map(ask, range(40)))
+        assert statuses.keys() == {200, 429}
+        assert statuses[200] in (5, 10)  # 10 where a minute began meanwhile
+        lines = [json.loads(line) for line in running.errors.read_text().splitlines() if '"key": "limited"' in line]
+        assert {line["frontend"] for line in lines} == {0, 1}
 
 
 def lines_of(running: Service) -> Iterator[dict[str, Any]]:

@@ -198,7 +198,8 @@ class FakeEngine:
             case Abort():
                 self.send(Outputs([Output(message.request_id, finish_reason=FinishReason.ABORT)]))
             case Control() if self.answers_commands:
-                self.send(ControlResult(message.control_id, {"blocks": 7, "requests": [], "total": 0}))
+                result = {"requests": [], "total": 0} if message.command == "list_requests" else {"blocks": 7}
+                self.send(ControlResult(message.control_id, result))
         with self._news:
             self.received.append(message)
             self._news.notify_all()

@@ -74,17 +74,16 @@ def test_the_lines_of_a_dead_process_are_written_by_another_one_until_they_are_d
         assert usage.line_owners(shelf()) == set()
 
 
-def test_a_line_of_an_answer_that_outlives_its_request_is_written_by_itself() -> None:
+def test_an_answer_that_may_outlive_its_request_has_a_line_of_its_own() -> None:
     spent = Spent("alice", 1, 0, 1)
     ledger = Mock()
     for outlives in (False, True):
         line = RequestLine(ledger)
         line.fields["key"] = "alice"
         if outlives:
-            line.end({"status": 499}, is_watch=False)
+            line.set_apart()
         line.spend(spent, {"answer_id": "x"})
-        if not outlives:
-            line.end({"status": 200}, is_watch=False)
+        line.end({"status": 200}, is_watch=False)
     assert ledger.tell.mock_calls == [
         call(spent, "request", {"key": "alice", "answer_id": "x", "status": 200}, ledger.expect()),
         call(spent, "answer", {"answer_id": "x"}),

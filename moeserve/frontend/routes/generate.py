@@ -157,6 +157,7 @@ class GenerateRoute:
                     await self._show(scope, receive, send, job)
                 elif name is not None:
                     hold.set(0)
+                    scope["state"]["line"].set_apart()
                     hold = places.enter_context(services.held.hold(caller))
                     hold.set(prepared.num_bytes)
                     answer = self._answers.begin(caller, name, partial(work, hold), places.pop_all())
