@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from moeserve.frontend.account import Spent
-from moeserve.frontend.dialects import chat, completions, messages, ollama, responses_answer
+from moeserve.frontend.dialects import chat, completions, messages, ollama, responses_answer, tgi
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX
 from moeserve.frontend.errors import ApiError, context_length_exceeded, invalid, longest_output, unavailable
@@ -38,6 +38,8 @@ FORMATTERS: dict[Kind, MakeFormatter] = {
     "responses": responses_answer.ResponsesFormatter,
     "ollama_chat": ollama.ChatLines,
     "ollama_generate": ollama.TextLines,
+    **dict.fromkeys(("tgi", "tgi_stream"), tgi.TgiFormatter),
+    **dict.fromkeys(("triton", "triton_stream"), tgi.TritonFormatter),
     "warm": chat.WarmFormatter,
 }
 ID_PREFIXES: dict[Kind, str] = {
@@ -47,6 +49,8 @@ ID_PREFIXES: dict[Kind, str] = {
     "responses": RESPONSE_PREFIX,
     "ollama_chat": "ollama-",
     "ollama_generate": "ollama-",
+    **dict.fromkeys(("tgi", "tgi_stream"), "tgi-"),
+    **dict.fromkeys(("triton", "triton_stream"), "triton-"),
     "warm": "warm-",
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from moeserve.frontend.dialects import chat, completions, messages, ollama, responses
+from moeserve.frontend.dialects import chat, completions, messages, ollama, responses, tgi
 from moeserve.frontend.dialects.chat import parse_warm
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
@@ -37,9 +37,12 @@ READERS: dict[str, tuple[Callable[[bytes, ModelFacts], Any], dict[str, Any]]] = 
     "/v1/cache/warm": (parse_warm, {"prompt": "hi"}),
     "/api/chat": (ollama.parse_chat, {"messages": HELLO}),
     "/api/generate": (ollama.parse_generate, {"prompt": "hi"}),
+    "/generate": (tgi.parse_tgi, {"inputs": "hi"}),
+    "/v2/models/{name}/generate": (tgi.parse_triton, {"text_input": "hi"}),
 }
 # Their names may end in `:latest`. Without messages, or a prompt, they ask that the model is loaded.
 OLLAMAS = ("/api/chat", "/api/generate")
+UNNAMED = ("/generate", "/v2/models/{name}/generate")  # their bodies name no model
 
 
 def content_of(path: str) -> dict[str, Any]:
@@ -104,8 +107,8 @@ def test_bounds_are_those_of_the_reader(path: str, field: str, value: float, tak
 @pytest.mark.parametrize(
     ("path", "changes"),
     [
-        *((path, {"model": 1}) for path in READERS),
-        *((path, {"model": "other"}) for path in READERS if path not in OLLAMAS),
+        *((path, {"model": 1}) for path in READERS if path not in UNNAMED),
+        *((path, {"model": "other"}) for path in READERS if path not in (*OLLAMAS, *UNNAMED)),
         *((path, {field: None}) for path, (_, base) in READERS.items() if path not in OLLAMAS for field in base),
         ("/v1/chat/completions", {"messages": []}),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}),

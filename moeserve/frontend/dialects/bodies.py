@@ -22,7 +22,7 @@ _ONE = frozenset({b"null", b"1", b"1.0"})
 _LEVELS_IN_RESERVE = 700  # of the 1000 levels of Python's stack, left to later readers
 
 # The fields that may be long, in all dialects.
-_PROMPTS = ("messages", "prompt", "input", "system", "instructions", "tokens")
+_PROMPTS = ("messages", "prompt", "input", "inputs", "text_input", "system", "instructions", "tokens")
 _TOOLS = ("tools", "functions")
 _CONVERSATIONS = ("messages", "input")
 _NOTHING = msgspec.Raw(b"")

@@ -18,7 +18,7 @@ import msgspec
 from llguidance import LLTokenizer
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, ollama, responses
+from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, ollama, responses, tgi
 from moeserve.frontend.dialects.batch_lines import read_part
 from moeserve.frontend.dialects.formats import Constraint, constraint_of, of_calls
 from moeserve.frontend.dialects.internal import (
@@ -57,6 +57,10 @@ READERS: dict[str, Callable[[bytes, ModelFacts], GenerateRequest]] = {
     "messages": messages.parse,
     "ollama_chat": ollama.parse_chat,
     "ollama_generate": ollama.parse_generate,
+    "tgi": tgi.parse_tgi,
+    "tgi_stream": tgi.parse_tgi_stream,
+    "triton": tgi.parse_triton,
+    "triton_stream": tgi.parse_triton_stream,
     "warm": chat.parse_warm,
 }
 

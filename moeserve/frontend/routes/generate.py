@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.admission import Held, read_terms
-from moeserve.frontend.dialects import messages, ollama, responses_answer
+from moeserve.frontend.dialects import messages, ollama, responses_answer, tgi
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.errors import OVERLOADED, ApiError, invalid, unavailable
 from moeserve.frontend.exchange import (
@@ -96,6 +96,10 @@ COMPLETIONS = Dialect("completions")
 MESSAGES = Dialect("messages", cut=messages.error_event)
 OLLAMA_CHAT = Dialect("ollama_chat", cut=ollama.error_line, headers=LINE_HEADERS)
 OLLAMA_GENERATE = Dialect("ollama_generate", cut=ollama.error_line, headers=LINE_HEADERS)
+TGI = Dialect("tgi", cut=tgi.tgi_error_event)
+TGI_STREAM = Dialect("tgi_stream", cut=tgi.tgi_error_event)
+TRITON = Dialect("triton", cut=tgi.triton_error_event)
+TRITON_STREAM = Dialect("triton_stream", cut=tgi.triton_error_event)
 WARM = Dialect("warm")
 
 

@@ -324,6 +324,7 @@ _OF_OLLAMA: dict[str, Schema] = {
     "format": {"anyOf": [_one_of("", "json", None), _ANY_OBJECT]},
     "options": {"type": ["object", "null"]},
 }
+_LONG: Schema = {"type": "string", "minLength": 1}
 _NO_FORMATS = dict.fromkeys(FormatFields.__struct_fields__, _NULL)
 # Bounds by the struct that reads a body, and by field.
 _OF_STRUCTS: dict[str, dict[str, Schema]] = {
@@ -370,6 +371,8 @@ _OF_STRUCTS: dict[str, dict[str, Schema]] = {
         **dict.fromkeys(ollama.REFUSED, _EMPTY),
         **_OF_OLLAMA,
     },
+    "TgiBody": {"inputs": _LONG, "parameters": {"type": ["object", "null"]}},
+    "TritonBody": {"text_input": _LONG, "parameters": {"type": ["object", "null"]}},
     "ContextEdit": {"type": {"pattern": "^clear_thinking_"}, "keep": _one_of("all")},
 }
 # Fields that are neither left out nor null, by struct.

@@ -22,6 +22,7 @@ from moeserve.frontend.dialects.ollama import OllamaChatBody, OllamaGenerateBody
 from moeserve.frontend.dialects.ollama import error_body as ollama_error_body
 from moeserve.frontend.dialects.ollama_models import NameBody
 from moeserve.frontend.dialects.responses import ConversationBody, ItemsBody, MetadataBody, ResponsesBody
+from moeserve.frontend.dialects.tgi import TgiBody, TritonBody, tgi_error, triton_error
 from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.pages import FILES, Pages
@@ -29,7 +30,17 @@ from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, LINES, ROLES, TEX
 from moeserve.frontend.routes.batches import BatchBody, BatchRoutes
 from moeserve.frontend.routes.cache import CacheRoutes
 from moeserve.frontend.routes.files import FileRoutes
-from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, WARM, GenerateRoute
+from moeserve.frontend.routes.generate import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    TGI,
+    TGI_STREAM,
+    TRITON,
+    TRITON_STREAM,
+    WARM,
+    GenerateRoute,
+)
 from moeserve.frontend.routes.ollama import OllamaGenerateRoute, OllamaRoutes
 from moeserve.frontend.routes.openapi import DescriptionRoutes
 from moeserve.frontend.routes.requests import OpenRequestRoutes
@@ -44,6 +55,7 @@ from moeserve.frontend.routes.service import (
     TokenRoutes,
     TraceBody,
 )
+from moeserve.frontend.routes.triton import TritonGenerateRoute, TritonRoutes
 from moeserve.frontend.routes.usage import UsageRoutes
 from moeserve.frontend.services import Services
 from moeserve.frontend.store.store import Store
@@ -79,6 +91,11 @@ class Endpoints:
         self.open_requests = OpenRequestRoutes(services, book)
         self.description = DescriptionRoutes(services, ROUTES)
         self.pages = Pages()
+        generate = partial(GenerateRoute, services, jobs=jobs, answers=answers, book=book)
+        self.tgi, self.tgi_stream = generate(TGI), generate(TGI_STREAM)
+        self.triton = TritonRoutes(services)
+        self.triton_generate = TritonGenerateRoute(services, generate(TRITON))
+        self.triton_stream = TritonGenerateRoute(services, generate(TRITON_STREAM))
         self.ollama = OllamaRoutes(services)
         self.ollama_chat = OllamaGenerateRoute(services, jobs, answers, book, OllamaChatBody)
         self.ollama_generate = OllamaGenerateRoute(services, jobs, answers, book, OllamaGenerateBody)
@@ -93,6 +110,8 @@ def _route(role: Role, call: str, summary: str, endpoint: Callable[[Endpoints], 
 _public, _user, _metrics, _admin = (partial(_route, role) for role in ROLES)
 
 _ollama = partial(_user, error_body=ollama_error_body)
+_tgi = partial(_user, error_body=tgi_error)
+_triton = partial(_user, error_body=triton_error)
 
 _HELLO = [{"role": "user", "content": "Hello"}]
 _PREFIX = MESSAGE_FIELDS | {"prompt"}
@@ -275,6 +294,48 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         example={},
         media=(LINES,),
     ),
+    _tgi(
+        "POST /generate",
+        "Continue a text, for TGI's clients",
+        lambda e: e.tgi,
+        body=TgiBody,
+        required=("inputs",),
+        example={"inputs": "Once upon a time"},
+        media=(JSON, EVENTS),
+    ),
+    _tgi(
+        "POST /generate_stream",
+        "Continue a text as a stream, for TGI's clients",
+        lambda e: e.tgi_stream,
+        body=TgiBody,
+        required=("inputs",),
+        example={"inputs": "Once upon a time"},
+        media=(EVENTS,),
+    ),
+    _tgi("GET /info", "Describe the model to TGI's clients", lambda e: e.triton.info),
+    _triton("GET /v2", "Describe the service to Triton's clients", lambda e: e.triton.server),
+    _public("GET /v2/health/live", "Tell whether the HTTP process lives", lambda e: e.triton.live, is_watch=True),
+    _public("GET /v2/health/ready", "Tell whether requests are admitted", lambda e: e.triton.ready, is_watch=True),
+    _triton(
+        "POST /v2/models/{name:path}/generate",
+        "Continue a text, for Triton's clients",
+        lambda e: e.triton_generate,
+        body=TritonBody,
+        required=("text_input",),
+        example={"text_input": "Once upon a time"},
+        media=(JSON, EVENTS),
+    ),
+    _triton(
+        "POST /v2/models/{name:path}/generate_stream",
+        "Continue a text as a stream, for Triton's clients",
+        lambda e: e.triton_stream,
+        body=TritonBody,
+        required=("text_input",),
+        example={"text_input": "Once upon a time"},
+        media=(EVENTS,),
+    ),
+    _triton("GET /v2/models/{name:path}/ready", "Tell whether the model is ready", lambda e: e.triton.model_ready),
+    _triton("GET /v2/models/{name:path}", "Describe the model to Triton's clients", lambda e: e.triton.model),
     _public("GET /health", "Tell whether the HTTP process lives", lambda e: e.service.health, is_watch=True),
     _public("GET /ready", "Tell whether requests are admitted", lambda e: e.service.ready, is_watch=True),
     _metrics(
