@@ -143,6 +143,8 @@ class Asked:
     thought: ThoughtBudget | None = None  # the bound for the answer's thoughts
     predicted: array[int] = field(default_factory=lambda: array("i"))  # the answer as its client predicts it
     progress: bool = False  # the client wants to know how far its prompt is
+    ticket: KvTicket | None = None  # the blocks are to be fetched from another service; None once that has begun
+    cache: CacheWish = NO_WISH
 
 
 NOTHING_ASKED = Asked()
@@ -185,73 +187,46 @@ class RequestState:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request inside the scheduler, which alone mutates it.
+    """One request inside the scheduler, which alone mutates it. Parts keep what they know of it beside it.
 
     "Prefill" and "decode" are not states: `num_computed_tokens` catches up with `len(token_ids)`, and a prefix hit, a
-    chunk or a preemption only changes that number. `num_scheduled_tokens` are in plans whose results have not come yet.
-    `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
-    plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
-    tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`. `miss`
-    explains where the match of the prompt ended, until an output carries it. `state` is set with the lease if the model
-    has recurrent states and a slot was free. `arrived_at` is on the scheduler's clock; `num_uncached_tokens` of the
-    prompt were not cached then. `yields`: it must leave its place as soon as no plan in flight names it. Draft tokens
-    in flight do not count as scheduled tokens. `num_forced_tokens`: the tokens behind the last sampled one, which parts
-    have forced; they are computed together.
-
-    `beam_params` make the request a beam search. It computes the prompt itself; `beams` are the requests of its present
-    beams, whose `leader` it is. They are in no queue and end with it. Their ids are `ID/NUMBER` (`owner_of`).
-
-    `resumes`: an earlier life of the engine had the request, so it comes before all that came since. `earlier_output`:
-    tokens that this life has sampled and reported; the request then continues like a preempted request.
-
-    Where there is a lower tier, `prefix_names` are the names of its first blocks there, as far as they are known.
-    `num_lower_tokens` of `num_cached_tokens` were found there, None without a lower tier, and `num_hosted_tokens` of
-    these in the host's memory above a disk.
-
-    `no_room`: what there was when it last could not run for lack of room.
-
-    `offered`: the ticket by which the blocks of its prompt are held for another service, once it has ended.
-    `ticket`: its own blocks are to be fetched from another service; None once that has begun.
+    chunk or a preemption only changes that number.
     """
 
     request_id: str
-    token_ids: array[int]
+    token_ids: array[int]  # of the prompt, then of the output
     sampling: SamplingParams
     namespace: str = ""
-    priority: int = 0
-    arrival: int = 0
+    priority: int = 0  # lower first
+    arrival: int = 0  # the number of requests that arrived before it
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
-    num_scheduled_tokens: int = 0
-    num_cached_tokens: int = 0
+    num_scheduled_tokens: int = 0  # in plans whose results have not come yet; draft tokens do not count
+    num_forced_tokens: int = 0  # behind the last sampled one, which parts have forced; they are computed together
+    num_cached_tokens: int = 0  # of the prompt, as its client found them
+    num_uncached_tokens: int = field(init=False)  # of the prompt, when it arrived
+    found_below: tuple[int, int] | None = None  # cached tokens by tier: host's memory, disk; None without tiers
     num_preemptions: int = 0
-    num_prompt_logprobs: int = 0
+    num_prompt_logprobs: int = 0  # that were reported, also over preemptions and lives of the engine
     rank: int = 0
-    first_angle: int = 0
-    lease: Lease | None = None
-    finished: bool = False
-    failed: bool = False
-    cache: CacheWish = NO_WISH
-    miss: Miss | None = None
-    state: RequestState | None = None
+    lease: Lease | None = None  # on `rank`; None while the request waits
+    state: RequestState | None = None  # with the lease, if the model has recurrent states
+    prefix_names: list[bytes] = field(default_factory=list)  # of its first blocks in the lower tier, as far as known
+    no_room: Room | None = None  # what there was when it last could not run for lack of room
+    first_angle: int = 0  # see `Chunk`
+    finished: bool = False  # it has ended; a plan may name it still
+    failed: bool = False  # it has ended with an error
+    yields: bool = False  # it must leave its place as soon as no plan in flight names it
     terms: Terms = DEFAULT_TERMS
-    arrived_at: float = 0.0
-    num_uncached_tokens: int = field(init=False)
-    yields: bool = False
-    resumes: bool = False
-    prefix_names: list[bytes] = field(default_factory=list)
-    num_lower_tokens: int | None = None
-    num_hosted_tokens: int = 0
-    no_room: Room | None = None
     asked: Asked = NOTHING_ASKED
-    ticket: KvTicket | None = None
-    offered: KvTicket | None = None
-    is_always_plain: bool = field(init=False)
-    num_forced_tokens: int = 0
-    earlier_output: InitVar[array[int] | None] = None
-    beam_params: BeamParams | None = None
-    beams: list[Request] = field(default_factory=list)
-    leader: Request | None = None
+    miss: Miss | None = None  # why the match of the prompt ended, until an output carries it
+    arrived_at: float = 0.0  # on the scheduler's clock
+    resumes: bool = False  # an earlier life of the engine had it, so it comes before all that came since
+    is_always_plain: bool = field(init=False)  # see `is_plain`
+    earlier_output: InitVar[array[int] | None] = None  # of an earlier life: it goes on like a preempted request
+    beam_params: BeamParams | None = None  # it searches with beams; it computes the prompt itself
+    beams: list[Request] = field(default_factory=list)  # its present beams, in no queue; ids are `ID/NUMBER`
+    leader: Request | None = None  # of a beam: the request that searches
 
     def __post_init__(self, earlier_output: array[int] | None) -> None:
         self.num_prompt_tokens = self.num_uncached_tokens = len(self.token_ids)

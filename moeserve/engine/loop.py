@@ -91,7 +91,6 @@ class Engine:
         self._turn = overriding(parts, Part.turn)
         self._wait = overriding(parts, Part.wait)
         self._is_working = overriding(parts, Part.is_working)
-        self._found_below = overriding(parts, Part.found_below)
         self._prompts = overriding(parts, Part.prompts)
         self._samples = overriding(parts, Part.samples)
         self._close = overriding(parts, Part.close)
@@ -223,7 +222,6 @@ class Engine:
             message.namespace,
             message.priority,
             num_prompt_logprobs=min(max(message.num_prompt_logprobs, 0), len(prompt)),
-            cache=_checked(message.cache or NO_WISH),
             terms=message.terms,
             arrived_at=time.monotonic() if message.arrived_at is None else message.arrived_at,
             resumes=message.resumes,
@@ -235,8 +233,9 @@ class Engine:
                 message.thought,
                 predicted,
                 message.reports_progress,
+                message.ticket,
+                _checked(message.cache or NO_WISH),
             ),
-            ticket=message.ticket,
             beam_params=message.beams,
         )
 
@@ -268,7 +267,7 @@ class Engine:
         for output in outputs:
             request_id = output.request.request_id
             receiver = self._asked_by[request_id]
-            of_frontend.setdefault(receiver, []).append(_to_message(output, self._tier_tokens(output.request)))
+            of_frontend.setdefault(receiver, []).append(_to_message(output))
             if output.finish_reason is not None:
                 del self._asked_by[request_id]
                 self._stats.count_end(output.request)
@@ -282,12 +281,6 @@ class Engine:
                 of_frontend.setdefault(self._asked_by[progress.request_id], []).append(progress)
         for receiver, told in of_frontend.items():
             self._send(receiver, Prompts(told))
-
-    def _tier_tokens(self, request: Request) -> tuple[int, int] | None:
-        if not self._found_below:
-            return None
-        found = (found_below(request) for found_below in self._found_below)
-        return next((tokens for tokens in found if tokens is not None), None)
 
     def _send_stats(self) -> None:
         samples = self._commands.samples()
@@ -311,8 +304,8 @@ class Engine:
                 self._stats.count_end(ended.request)
 
 
-def _to_message(output: RequestOutput, tier_tokens: tuple[int, int] | None) -> Output:
-    """Return the message to a frontend. tier_tokens: see `Output`."""
+def _to_message(output: RequestOutput) -> Output:
+    """Return the message to a frontend."""
     request = output.request
     is_terminal = output.finish_reason is not None
     return Output(
@@ -325,8 +318,8 @@ def _to_message(output: RequestOutput, tier_tokens: tuple[int, int] | None) -> O
         output.prompt_logprobs,
         output.error,
         output.miss,
-        tier_tokens,
-        request.offered,
+        request.found_below,
+        output.offered,
         output.found,
         output.judged,
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from moeserve.plan import FinishReason, PromptProgress, Request
+from moeserve.plan import PromptProgress, Request
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.pacing import Pace
 from moeserve.scheduling.parts import Part
 
@@ -67,8 +68,8 @@ class PromptWatch(Part):
             self._num_spared += num_tokens
             self._spared_positions += num_tokens * (request.num_computed_tokens - 0.5 * num_tokens)
 
-    def left(self, request: Request, reason: FinishReason) -> None:
-        prompt = self._under_way.pop(request.request_id, None)
+    def left(self, output: RequestOutput) -> None:
+        prompt = self._under_way.pop(output.request.request_id, None)
         if prompt is not None and not prompt.num_left:
             self._ended = prompt
 

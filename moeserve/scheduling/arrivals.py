@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from moeserve.plan import FinishReason, Request
+from moeserve.plan import Request
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.request_memory import RankLoads
 from radix_cache import Fill, PrefixCache, Room, StoredBlock, begin_fill, is_still_full
@@ -168,8 +169,8 @@ class Source(Part, ABC, Generic[J]):
         """Return whether blocks of the request found no room before, and would find no more now."""
         return is_still_full(cache.room(num_spoken_for), self._no_room.get(request.request_id))
 
-    def left(self, request: Request, reason: FinishReason) -> None:
-        self._no_room.pop(request.request_id, None)
+    def left(self, output: RequestOutput) -> None:
+        self._no_room.pop(output.request.request_id, None)
 
     @property
     def writes_last(self) -> bool:

@@ -143,7 +143,9 @@ class Chunks:
         Where parts need that token the request waits for the commit. The device counts the token for penalties. No
         request is preempted: after the commit this one has its turn like any other.
         """
-        if request.num_output_tokens + 1 >= request.sampling.max_tokens or self._parts.need_token(request):
+        if request.num_output_tokens + 1 >= request.sampling.max_tokens:
+            return
+        if self._parts.watched and self._parts.need_token(request):
             return
         if request.num_planned_tokens == self._rope_switch and not request.first_angle:
             return

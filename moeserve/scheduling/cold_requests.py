@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moeserve.plan import FinishReason, Request
-from moeserve.scheduling.parts import Decline, Part, Prefixes
+from moeserve.scheduling.outcomes import RequestOutput
+from moeserve.scheduling.parts import Part, Prefixes
 
 
 class ColdRequests(Part):
@@ -23,13 +24,13 @@ class ColdRequests(Part):
             self._undecided[request.request_id] = request
         return False
 
-    def declined(self, prefixes: Prefixes) -> Iterator[Decline]:
+    def declined(self, prefixes: Prefixes) -> Iterator[RequestOutput]:
         for request in list(self._undecided.values()):
             if prefixes.is_looked_for(request):
                 continue
             if self._is_cold(request, prefixes):
                 prefixes.count_found(request)
-                yield Decline(request, FinishReason.CACHE_THRESHOLD)
+                yield RequestOutput(request, finish_reason=FinishReason.CACHE_THRESHOLD)
             del self._undecided[request.request_id]
 
     def sought_first(self) -> list[Request]:
@@ -38,8 +39,8 @@ class ColdRequests(Part):
     def is_worth_reading(self, request: Request, prefixes: Prefixes) -> bool:
         return request.request_id not in self._undecided or not self._is_cold(request, prefixes)
 
-    def left(self, request: Request, reason: FinishReason) -> None:
-        self._undecided.pop(request.request_id, None)
+    def left(self, output: RequestOutput) -> None:
+        self._undecided.pop(output.request.request_id, None)
 
     def _is_cold(self, request: Request, prefixes: Prefixes) -> bool:
         return prefixes.num_found(request) < request.asked.least_cached * request.num_prompt_tokens

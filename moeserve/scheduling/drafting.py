@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moeserve.plan import Chunk, ChunkResult, FinishReason, Request
+from moeserve.plan import Chunk, ChunkResult, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.draft_lengths import Acceptance, Chances, Rates, best_lengths, may_pay
 from moeserve.scheduling.draft_room import DraftRoom
@@ -191,8 +191,8 @@ class Drafting(Drafts):
         if known is not None:
             known.replace(tokens, num_forced, num_laid)
 
-    def left(self, request: Request, reason: FinishReason) -> None:
-        self._known.pop(request.request_id, None)
+    def left(self, output: RequestOutput) -> None:
+        self._known.pop(output.request.request_id, None)
 
     def counted(self, size: StepSize, seconds: float, *, has_prompts: bool) -> None:
         """Learn from the seconds of a step without prompts."""

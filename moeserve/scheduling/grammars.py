@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from moeserve.grammars.made_masks import MadeMask, MaskMaker, no_drafts
 from moeserve.plan import Chunk, FinishReason, Request
-from moeserve.scheduling.parts import Decline, Part, Prefixes
+from moeserve.scheduling.outcomes import RequestOutput
+from moeserve.scheduling.parts import Part, Prefixes
 
 _MASK_SECONDS = 0.005  # a step waits this long for masks; requests whose mask comes later are left out of it
 
@@ -75,7 +76,7 @@ class Grammars(Part):
         """Begin the next masks, which are made while the outputs are sent and messages are read."""
         self._update()
 
-    def declined(self, prefixes: Prefixes) -> Iterator[Decline]:
+    def declined(self, prefixes: Prefixes) -> Iterator[RequestOutput]:
         """Receive the masks that are made. Yield the requests whose grammar failed."""
         self._update()
         for made in self._masks.take(_MASK_SECONDS):
@@ -83,7 +84,7 @@ class Grammars(Part):
             if request.finished:
                 continue
             if made.error is not None:
-                yield Decline(request, FinishReason.ERROR, made.error)
+                yield RequestOutput(request, finish_reason=FinishReason.ERROR, error=made.error)
                 continue
             self._made[request.request_id] = made
             self._drafts.receive(request, made.draft_tokens, made.num_forced, made.num_laid)
@@ -93,7 +94,8 @@ class Grammars(Part):
         ready, self._ready = self._ready, []
         return ready
 
-    def left(self, request: Request, reason: FinishReason) -> None:
+    def left(self, output: RequestOutput) -> None:
+        request = output.request
         if request.request_id in self._made:
             del self._made[request.request_id]
             self._changed.append(request)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from moeserve.kv_transfer import KvTicket, TicketOffice
 from moeserve.plan import FinishReason, Request
 from moeserve.scheduling.arrivals import Arrival, Job, Result, Source, longest_wait_s
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.request_memory import RankLoads
 from radix_cache import BlockCopy, Lease, PrefixCache, account_of
@@ -53,11 +54,11 @@ class KvOffers(Part):
     def set_time(self, now: float) -> None:
         self._now = now
 
-    def left(self, request: Request, reason: FinishReason) -> None:
+    def left(self, output: RequestOutput) -> None:
         """Hold the prompt of a request that is complete, if another service is to have it."""
-        is_complete = request.lease is not None and reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if request.asked.offers_kv and is_complete:
-            request.offered = self.make(request, self._now)
+        request, is_complete = output.request, output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if request.asked.offers_kv and is_complete and request.lease is not None:
+            output.offered = self.make(request, self._now)
 
     def num_held_blocks(self) -> int:
         return self.num_held
@@ -168,17 +169,17 @@ class KvFetches(Source[FetchJob]):
 
     def check(self, request: Request) -> None:
         """Remove the ticket of a new request if it cannot serve it, and count the reason."""
-        if request.ticket is not None:
-            failure = self._office.why_unusable(request.ticket, request.token_ids)
-            if failure is not None:
-                self.counters.failures[failure] += 1
-                if failure == "fingerprint":
-                    self.unlike.add((request.ticket.host, request.ticket.port))
-                request.ticket = None
+        ticket = request.asked.ticket
+        failure = None if ticket is None else self._office.why_unusable(ticket, request.token_ids)
+        if ticket is not None and failure is not None:
+            self.counters.failures[failure] += 1
+            if failure == "fingerprint":
+                self.unlike.add((ticket.host, ticket.port))
+            _take_ticket(request)
 
     def num_held(self, request: Request) -> int:
         """Count the request's tokens that another service holds for it, by its ticket."""
-        ticket = request.ticket
+        ticket = request.asked.ticket
         return 0 if ticket is None else min(ticket.num_blocks * self._cache.block_size, len(request.token_ids) - 1)
 
     def num_found(self, request: Request) -> int:
@@ -188,14 +189,14 @@ class KvFetches(Source[FetchJob]):
         return request in self.arrivals.waiting
 
     def concerns(self, request: Request) -> bool:
-        return request.ticket is not None
+        return request.asked.ticket is not None
 
     def look_up(self, request: Request, now: float, loads: RankLoads, num_running: int) -> bool:
         """Return whether a request of the queue waits, from now on, until the blocks of its ticket have been fetched.
 
         See `Source` for the arguments.
         """
-        ticket = request.ticket
+        ticket = request.asked.ticket
         if ticket is None:
             return False
         num_spoken_for = loads.num_spoken_for(request)
@@ -210,13 +211,13 @@ class KvFetches(Source[FetchJob]):
         if fetch is None or fetch.job.is_cancelled:
             # There is no room yet, or another request has just ended its fetch of these blocks.
             return False
-        request.ticket = None
+        _take_ticket(request)
         self.arrivals.wait(request, fetch)
         return True
 
     def started(self, request: Request) -> None:
         """Record that a request is computed; if it has its ticket still, its blocks found no memory before."""
-        if request.ticket is not None:
+        if request.asked.ticket is not None:
             self.counters.failures["memory"] += 1
             self.give_back(request)
 
@@ -252,13 +253,13 @@ class KvFetches(Source[FetchJob]):
         size = self._cache.block_size
         return self.num_held(request) // size * size - self._cache.peek(request.token_ids, request.namespace)
 
-    def left(self, request: Request, reason: FinishReason) -> None:
-        super().left(request, reason)
-        self.give_back(request)
+    def left(self, output: RequestOutput) -> None:
+        super().left(output)
+        self.give_back(output.request)
 
     def give_back(self, request: Request) -> None:
         """End the lease of a request's ticket, if it has one still: the other service need not hold the blocks."""
-        ticket, request.ticket = request.ticket, None
+        ticket = _take_ticket(request)
         if ticket is not None and ticket.request_id not in self._coming:
             self._returns.append(FetchJob(ticket))
 
@@ -272,3 +273,11 @@ class KvFetches(Source[FetchJob]):
         fetch = self.arrivals.begin(FetchJob(ticket, fill.first, fill.copies), deadline, fill)
         self._coming[ticket.request_id] = fetch
         return fetch
+
+
+def _take_ticket(request: Request) -> KvTicket | None:
+    """Return the ticket of a request, which has none from now on."""
+    ticket = request.asked.ticket
+    if ticket is not None:
+        request.asked = replace(request.asked, ticket=None)
+    return ticket

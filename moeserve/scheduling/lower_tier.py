@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moeserve.plan import FinishReason, Request
+from moeserve.plan import Request
 from moeserve.scheduling.arrivals import LEAST_WAIT_SECONDS, Arrival, Job, Result, Source, longest_wait_s
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, fate_of
 from moeserve.scheduling.pacing import Pace
 from moeserve.scheduling.request_memory import RankLoads
@@ -168,12 +169,12 @@ class LowerTier(Source[CopyJob]):
         return self._stored.tier is Tier.DISK
 
     def enter(self, request: Request) -> bool:
-        request.num_lower_tokens, self._lookups[request.request_id] = 0, _Lookup()
+        request.found_below, self._lookups[request.request_id] = (0, 0), _Lookup()
         return False
 
-    def left(self, request: Request, reason: FinishReason) -> None:
-        super().left(request, reason)
-        del self._lookups[request.request_id]
+    def left(self, output: RequestOutput) -> None:
+        super().left(output)
+        del self._lookups[output.request.request_id]
 
     def num_found(self, request: Request) -> int:
         """Count the request's leading tokens that are in a rank's memory or in the lower tier."""
@@ -221,13 +222,8 @@ class LowerTier(Source[CopyJob]):
         lookup = self._lookups[request.request_id]
         lookup.is_over, lookup.num_waits = self._overflow is Overflow.RECOMPUTE, 0
 
-    def found_below(self, request: Request) -> tuple[int, int]:
-        found = request.num_lower_tokens or 0
-        in_host = found if self._stored.tier is Tier.HOST else request.num_hosted_tokens
-        return in_host, found - in_host
-
     def count_found(self, request: Request, num_beyond: int) -> None:
-        request.num_lower_tokens = num_beyond
+        request.found_below = self._by_tier(num_beyond, 0)
 
     def look_up(self, request: Request, now: float, loads: RankLoads, num_running: int) -> bool:
         """Return whether a request of the queue waits, from now on, until its prefix has been read.
@@ -335,8 +331,9 @@ class LowerTier(Source[CopyJob]):
         found = max(0, min(stop, last) - max(start, last - num_tokens)) if rank == request.rank else 0
         hosted = min(found, hosted)
         if not request.num_preemptions:
-            request.num_lower_tokens = (request.num_lower_tokens or 0) + found
-            request.num_hosted_tokens += hosted
+            in_host, on_disk = self._by_tier(found, hosted)
+            before_in_host, before_on_disk = request.found_below or (0, 0)
+            request.found_below = before_in_host + in_host, before_on_disk + on_disk
         counters = self.counters
         counters.hosted_hit_tokens += hosted
         counters.hosted_hits += hosted > 0
@@ -344,6 +341,14 @@ class LowerTier(Source[CopyJob]):
         counters.device_hit_tokens += num_tokens - found
         counters.lower_hits += found > 0
         counters.device_hits += num_tokens > found
+
+    def _by_tier(self, num_tokens: int, num_hosted: int) -> tuple[int, int]:
+        """Return how many of tokens that were found were in the host's memory, and on disk.
+
+        num_hosted: were in the host's memory above a disk.
+        """
+        in_host = num_tokens if self._stored.tier is Tier.HOST else num_hosted
+        return in_host, num_tokens - in_host
 
     def _put_found(self, found: Sequence[StoredBlock]) -> None:
         for block in found:

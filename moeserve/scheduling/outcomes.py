@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moeserve.kv_transfer import KvTicket
 from moeserve.plan import FinishReason, FoundText, Request, TokenLogprobs
 from radix_cache import Miss
 
@@ -12,7 +13,8 @@ from radix_cache import Miss
 class RequestOutput:
     """A request's new token or its end. Exactly one output per request has a `finish_reason`.
 
-    `found`: at the end of a beam search, its answers.
+    `found`: at the end of a beam search, its answers. `offered`: at the end, the ticket by which the blocks of the
+    prompt are held for another service.
     """
 
     request: Request
@@ -24,6 +26,7 @@ class RequestOutput:
     miss: Miss | None = None
     found: list[FoundText] | None = None
     judged: tuple[int, int] = (0, 0)
+    offered: KvTicket | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from moeserve.plan import Chunk, ChunkResult, FinishReason, PromptProgress, Request
+from moeserve.plan import Chunk, ChunkResult, PromptProgress, Request
 from moeserve.scheduling.cost_model import StepSize
 from moeserve.scheduling.draft_room import DraftRoom
 from moeserve.scheduling.outcomes import RequestOutput
@@ -24,15 +23,6 @@ from moeserve.scheduling.request_memory import RequestMemory
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Decline:
-    """The end of a request that a part declines, with an error if it has failed."""
-
-    request: Request
-    reason: FinishReason
-    error: str | None = None
 
 
 class Prefixes(Protocol):
@@ -123,8 +113,8 @@ class Part:
     def counted(self, size: StepSize, seconds: float, *, has_prompts: bool) -> None:
         """Receive the seconds that the last committed step took."""
 
-    def declined(self, prefixes: Prefixes) -> Iterable[Decline]:
-        """Return the requests that are to end now. Called before each step is planned."""
+    def declined(self, prefixes: Prefixes) -> Iterable[RequestOutput]:
+        """Return the last outputs of requests that are to end now. Called before each step is planned."""
         return ()
 
     def ready(self) -> Iterable[Request]:
@@ -148,8 +138,8 @@ class Part:
     def preempted(self, request: Request, num_running: int) -> None:
         """Receive a request that is about to lose its lease. num_running: the requests beside it."""
 
-    def left(self, request: Request, reason: FinishReason) -> None:
-        """Forget a request that has ended. One that ran has its lease still."""
+    def left(self, output: RequestOutput) -> None:
+        """Forget a request that has ended, and complete its last output. A request that ran has its lease still."""
 
     def num_held_blocks(self) -> int:
         """Return the number of blocks that the part holds for no request."""
@@ -168,10 +158,6 @@ class Part:
     def is_working(self) -> bool:
         """Return whether an idle engine has to come back to the part soon."""
         return False
-
-    def found_below(self, request: Request) -> tuple[int, int] | None:
-        """Return how many of the request's cached tokens were in the host's memory, and on disk; None if not known."""
-        return None
 
     def prompts(self) -> Sequence[PromptProgress]:
         """Return how far prompts are whose clients asked for it and have not heard it. Called before each launch."""
@@ -262,8 +248,8 @@ class Parts:
         """Return the drafts of the first part that has any."""
         return next((found for drafts in self._drafts if (found := drafts(draft, room))), {})
 
-    def declined(self, prefixes: Prefixes) -> list[Decline]:
-        return [decline for declined in self._declined for decline in declined(prefixes)]
+    def declined(self, prefixes: Prefixes) -> list[RequestOutput]:
+        return [output for declined in self._declined for output in declined(prefixes)]
 
     def ready(self) -> list[Request]:
         return [request for ready in self._ready for request in ready()]
@@ -274,10 +260,10 @@ class Parts:
     def is_worth_reading(self, request: Request, prefixes: Prefixes) -> bool:
         return all(is_worth_reading(request, prefixes) for is_worth_reading in self._is_worth_reading)
 
-    def leave(self, request: Request, reason: FinishReason) -> None:
-        self.watched.pop(request.request_id, None)
+    def leave(self, output: RequestOutput) -> None:
+        self.watched.pop(output.request.request_id, None)
         for left in self._left:
-            left(request, reason)
+            left(output)
 
     def num_held_blocks(self) -> int:
         return sum(num_held() for num_held in self._num_held_blocks)

@@ -98,7 +98,7 @@ class RequestMemory:
         positions = [last, *range(PROMPT_INTERVAL_TOKENS, last, PROMPT_INTERVAL_TOKENS)]
         if lease.is_branch:
             positions += [lease.num_known_tokens, lease.num_published_tokens]
-        positions += [*request.cache.borders, *(num_tokens for num_tokens, _ in request.cache.retentions)]
+        positions += [*request.asked.cache.borders, *(num_tokens for num_tokens, _ in request.asked.cache.retentions)]
         for position in positions:
             self._cache.windows.expect(lease, position)
 
@@ -144,7 +144,7 @@ class RequestMemory:
 
     def explain(self, request: Request) -> Miss:
         """Return why no more of the request's tokens were cached. To be called immediately after the match."""
-        return self._cache.explain(request.held, request.token_ids, tells_salts=request.cache.tells_salts)
+        return self._cache.explain(request.held, request.token_ids, tells_salts=request.asked.cache.tells_salts)
 
     def retain(self, request: Request) -> None:
         """Retain the prefixes of the request's prompt that it wishes to keep, as far as they are published.
@@ -152,7 +152,7 @@ class RequestMemory:
         The longest goes first: if the budget cuts it, the shorter prefixes lie within the rest.
         """
         share = request.terms.retained
-        for num_tokens, seconds in sorted(request.cache.retentions, reverse=True):
+        for num_tokens, seconds in sorted(request.asked.cache.retentions, reverse=True):
             self._cache.retentions.retain(request.held, min(num_tokens, request.num_prompt_tokens), seconds, share)
 
     def catch_up(self, request: Request) -> int:

@@ -169,8 +169,8 @@ class RequestStates(NoStates):
             return
         last = (len(request.token_ids) - 1) // size * size
         marks = list(range(0, last, self._prompt_interval))
-        retained = (num_tokens for num_tokens, _ in request.cache.retentions)
-        marks += [num_tokens // size * size for num_tokens in (*request.cache.borders, *retained)]
+        retained = (num_tokens for num_tokens, _ in request.asked.cache.retentions)
+        marks += [num_tokens // size * size for num_tokens in (*request.asked.cache.borders, *retained)]
         state.wanted = self._policy.choose(state.above, lease.num_known_tokens, marks, last, self._min_gain)
 
     def cut(self, request: Request, count: int) -> int:

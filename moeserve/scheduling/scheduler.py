@@ -178,7 +178,7 @@ class Scheduler:
         late = self.waiting.late_outside()
         if len(self.waiting.queue):
             late += self.waiting.late_in_queue(self.load(), self._num_tried, self._max_num_batched_tokens)
-        return [self._end(request, FinishReason.LATE) for request in late]
+        return [self._end(RequestOutput(request, finish_reason=FinishReason.LATE)) for request in late]
 
     def end_declined(self) -> list[RequestOutput]:
         """End the requests that parts decline, and queue those that parts no longer keep out.
@@ -188,12 +188,12 @@ class Scheduler:
         declined = self._parts.declined(self.waiting)
         for request in self._parts.ready():
             self.waiting.let_in(request)
-        return [self._end(one.request, one.reason, one.error) for one in declined]
+        return [self._end(output) for output in declined]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request whose client left, in any state. Return None for a request that is not known."""
         request = self._requests.get(request_id)
-        return None if request is None else self._end(request, FinishReason.ABORT)
+        return None if request is None else self._end(RequestOutput(request, finish_reason=FinishReason.ABORT))
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -211,7 +211,7 @@ class Scheduler:
         if request is None:
             return None
         del request.token_ids[request.num_prompt_tokens + max(0, keep_tokens) :]
-        return self._end(request, FinishReason.STOP)
+        return self._end(RequestOutput(request, finish_reason=FinishReason.STOP))
 
     def take_started(self) -> list[Request]:
         """Return the requests that left the queue for the first time since the last call."""
@@ -334,7 +334,8 @@ class Scheduler:
             outputs = self._beams.take(request, computed)
         elif goes_on:
             num_known = len(request.token_ids)
-            outputs = append_sampled(request, chunk, computed, self._parts.watching(request))
+            watching = self._parts.watching(request) if self._parts.watched else ()
+            outputs = append_sampled(request, chunk, computed, watching)
             num_new = len(request.token_ids) - num_known
             num_accepted = max(0, num_new - request.num_forced_tokens - 1)
             keeps_state = num_accepted == chunk.num_drafts
@@ -351,7 +352,8 @@ class Scheduler:
             request.failed |= error is not None
             self._release(request)
         elif error is not None:
-            outputs.append(self._end(request.leader or request, FinishReason.ERROR, error))
+            failure = RequestOutput(request.leader or request, finish_reason=FinishReason.ERROR, error=error)
+            outputs.append(self._end(failure))
         elif outputs:
             self._report(request.leader or request, outputs)
         return outputs
@@ -363,7 +365,7 @@ class Scheduler:
         if request.miss is not None:
             outputs[0].miss, request.miss = request.miss, None
         if last.finish_reason is not None:
-            self._end(request, last.finish_reason)
+            self._end(last)
 
     def set_time(self, now: float) -> None:
         """Set the time by which retained prefixes expire and waits are measured, in seconds; it must not go back.
@@ -508,7 +510,7 @@ class Scheduler:
 
     def _may_go_on(self, request: Request) -> bool:
         """Return whether the next step may name a running request."""
-        if request.yields or self._parts.hold(request):
+        if request.yields or (self._parts.watched and self._parts.hold(request)):
             return False
         if not request.is_in_flight:
             return True
@@ -554,7 +556,7 @@ class Scheduler:
         memory = self._memories[request.rank]
         if num_tokens:
             memory.record_hit(request, num_tokens)
-        if not request.cache.report:
+        if not request.asked.cache.report:
             return
         # A match after tokens that the request computed itself says nothing about its prompt.
         if (num_tokens or request.miss is None) and request.num_cached_tokens == request.num_computed_tokens:
@@ -569,11 +571,14 @@ class Scheduler:
         elif blocks:
             memory.free(blocks)
 
-    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """Remove the request. Its blocks are released now, or with the commit of the plan that names it."""
+    def _end(self, output: RequestOutput) -> RequestOutput:
+        """Remove the request of a last output. Its blocks are released now, or with the commit of the plan that names
+        it. Return the output."""
+        request, reason = output.request, output.finish_reason
+        assert reason is not None
         del self._requests[request.request_id]
         self._tenants.leave(request)
-        request.finished, request.failed = True, error is not None
+        request.finished, request.failed = True, output.error is not None
         self._pace.count_end(request, reason)
         if request.beam_params is not None:
             for beam in self._beams.forget(request):
@@ -582,12 +587,12 @@ class Scheduler:
         if request.lease is None:
             self._tenants.end_wait(request)
             self.waiting.leave(request)
-            self._parts.leave(request, reason)
-            return RequestOutput(request, finish_reason=reason, error=error)
-        self._running.leave(request)
-        self._parts.leave(request, reason)
-        self._release(request)
-        return RequestOutput(request, finish_reason=reason, error=error)
+            self._parts.leave(output)
+        else:
+            self._running.leave(request)
+            self._parts.leave(output)
+            self._release(request)
+        return output
 
     def _release(self, request: Request) -> None:
         """Release the request's memory once no plan names it. Its tokens stay cached, but not after an error."""

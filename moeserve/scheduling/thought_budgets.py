@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeserve.plan import FinishReason, Request
+from moeserve.plan import Request
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.parts import Part
 from moeserve.thoughts import BudgetedThought
 
@@ -37,5 +38,5 @@ class ThoughtBudgets(Part):
     def appended(self, request: Request, token_id: int) -> None:
         self._thoughts[request.request_id].push(token_id)
 
-    def left(self, request: Request, reason: FinishReason) -> None:
-        self._thoughts.pop(request.request_id, None)
+    def left(self, output: RequestOutput) -> None:
+        self._thoughts.pop(output.request.request_id, None)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from moeserve.plan import FinishReason, Request
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.parts import Part
 from radix_cache import PrefixCache
 
@@ -26,9 +27,10 @@ class ToolWaits(Part):
         self._retained_s = retained_s
         self._ended: OrderedDict[str, Request] = OrderedDict()
 
-    def left(self, request: Request, reason: FinishReason) -> None:
+    def left(self, output: RequestOutput) -> None:
         """Remember a request whose answer is complete and may call tools."""
-        if reason is FinishReason.STOP and request.asked.has_tools:
+        request = output.request
+        if output.finish_reason is FinishReason.STOP and request.asked.has_tools:
             self._ended[request.request_id] = request
             if len(self._ended) > _MOST_ENDED:
                 self._ended.popitem(last=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moeserve.plan import Chunk, FinishReason, Request
+from moeserve.plan import Chunk, Request
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.parts import Part
 
 
@@ -49,6 +50,6 @@ class Trial(Part):
         if num_tokens >= self._until.get(request, num_tokens + 1):
             del self._until[request]
 
-    def left(self, request: Request, reason: FinishReason) -> None:
-        if request is not self._suspect:
-            self._until.pop(request, None)
+    def left(self, output: RequestOutput) -> None:
+        if output.request is not self._suspect:
+            self._until.pop(output.request, None)

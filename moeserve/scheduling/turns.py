@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moeserve.plan import Chunk, FinishReason, Request
+from moeserve.plan import Chunk, Request
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.parts import Part
 
 
@@ -41,5 +42,5 @@ class Turns(Part):
     def preempted(self, request: Request, num_running: int) -> None:
         self._running.discard(request.request_id)
 
-    def left(self, request: Request, reason: FinishReason) -> None:
-        self._running.discard(request.request_id)
+    def left(self, output: RequestOutput) -> None:
+        self._running.discard(output.request.request_id)

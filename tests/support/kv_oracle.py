@@ -369,6 +369,8 @@ class KvOracle:
                 self._stale_windows.add((chunk.window.blocks[place - chunk.window.first], offset))
 
     def _check_prefix(self, chunk: Chunk, record: Record) -> None:
+        if record.request.failed:
+            return  # a chunk before it has written nothing, and its own result is dropped
         end = chunk.start + len(chunk.token_ids)
         namespace = record.request.namespace
         held = [cell for block in chunk.block_table for cell in self._kv[block]][:end]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moeserve.engine.cache_commands import CacheCommandError, CacheCommands
-from moeserve.plan import CacheWish, SamplingParams, Terms
+from moeserve.plan import Asked, CacheWish, SamplingParams, Terms
 from moeserve.wire import pack_token_ids, unpack_token_ids
 from radix_cache import PUBLIC, MissReason, PrefixCache
 from tests.support.jobs import finish
@@ -151,7 +151,7 @@ def test_a_wish_retains_the_prompt_once_the_request_has_ended_and_time_ends_it()
     simulation = Simulation(num_blocks=32, block_size=SIZE)
     simulation.scheduler.set_time(100.0)
     record = simulation.add("one", PROMPT, SamplingParams(max_tokens=9))
-    record.request.cache = CacheWish(((24, 60.0), (9, 600.0)))
+    record.request.asked = Asked(cache=CacheWish(((24, 60.0), (9, 600.0))))
     simulation.run()
     assert simulation.cache.retentions.num_blocks == 6
     simulation.scheduler.set_time(161.0)
@@ -164,7 +164,7 @@ def test_a_wish_retains_the_prompt_once_the_request_has_ended_and_time_ends_it()
 def test_a_hit_begins_a_retention_anew() -> None:
     simulation = Simulation(num_blocks=32, block_size=SIZE)
     record = simulation.add("one", PROMPT, SamplingParams(max_tokens=1))
-    record.request.cache = CacheWish(((24, 60.0),))
+    record.request.asked = Asked(cache=CacheWish(((24, 60.0),)))
     simulation.run()
     simulation.scheduler.set_time(50.0)
     simulation.add("two", [*PROMPT, 40, 41], SamplingParams(max_tokens=1))
@@ -178,7 +178,7 @@ def test_a_hit_begins_a_retention_anew() -> None:
 def test_retained_blocks_never_keep_a_request_from_its_memory() -> None:
     simulation = Simulation(num_blocks=8, block_size=SIZE, max_model_len=32)
     record = simulation.add("one", PROMPT, SamplingParams(max_tokens=1))
-    record.request.cache = CacheWish(((24, 60.0),))
+    record.request.asked = Asked(cache=CacheWish(((24, 60.0),)))
     record.request.terms = Terms(retained=1.0)
     simulation.run()
     assert simulation.cache.retentions.num_blocks == 6
@@ -192,7 +192,7 @@ def test_retained_blocks_never_keep_a_request_from_its_memory() -> None:
 def test_a_request_that_failed_retains_nothing() -> None:
     simulation = Simulation(num_blocks=32, block_size=SIZE, budget=8)
     record = simulation.add("one", PROMPT, SamplingParams(max_tokens=9))
-    record.request.cache = CacheWish(((24, 60.0),))
+    record.request.asked = Asked(cache=CacheWish(((24, 60.0),)))
     simulation.step()
     simulation.abort("one")
     assert simulation.cache.retentions.num_blocks == 2
@@ -204,7 +204,7 @@ def test_reports_come_with_the_first_output_and_count_what_was_shared_while_wait
     simulation.step()
     second = simulation.add("two", PROMPT, SamplingParams(max_tokens=4))
     for record in (first, second):
-        record.request.cache = CacheWish(report=True)
+        record.request.asked = Asked(cache=CacheWish(report=True))
     misses: dict[str, list[Any]] = {"one": [], "two": []}
     while not simulation.scheduler.is_idle:
         for output in simulation.step():

@@ -10,7 +10,7 @@ from math import inf
 import pytest
 
 from moeserve.kv_transfer import KvTicket, TicketOffice, parse_kv_transfer, read_params
-from moeserve.plan import DEFAULT_TERMS, Request, SamplingParams
+from moeserve.plan import DEFAULT_TERMS, Asked, Request, SamplingParams
 from moeserve.scheduling.arrivals import Result
 from moeserve.scheduling.kv_transfer import FetchJob, KvFetches, KvOffers
 from moeserve.scheduling.request_memory import RankLoads
@@ -28,7 +28,7 @@ def tokens_of(seed: int, count: int = 21) -> array[int]:
 
 
 def request_of(number: int, tokens: array[int], ticket: KvTicket | None = None, namespace: str = "") -> Request:
-    return Request(str(number), tokens, SamplingParams(1), namespace, ticket=ticket)
+    return Request(str(number), tokens, SamplingParams(1), namespace, asked=Asked(ticket=ticket))
 
 
 class Spoken(RankLoads):
@@ -249,7 +249,7 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
                     waiting.append(request)
                 else:
                     fetches.started(request)
-                    assert request.ticket is None
+                    assert request.asked.ticket is None
             case 2 if waiting:
                 request = waiting.pop(draw.randrange(len(waiting)))
                 assert fetches.arrivals.leave(request)
@@ -321,10 +321,10 @@ def test_all_requests_end_while_tickets_of_several_accounts_hold_much_of_a_scarc
         terms = replace(DEFAULT_TERMS, tenant=account)
         is_offered = draw.random() < 0.6
         simulation.add(f"r{number}", prompt, sampling, namespace=account, terms=terms, offers_kv=is_offered)
+    tickets = set[str]()
     while not scheduler.is_idle:
-        simulation.step()
-        ended = [record.request for record in simulation.records.values() if record.request.offered is not None]
-        tickets = {request.offered.request_id for request in ended if request.offered is not None}
+        outputs = simulation.step()
+        tickets |= {output.offered.request_id for output in outputs if output.offered is not None}
         if tickets and draw.random() < 0.1:
             offers.record_fetch(draw.choice(sorted(tickets)), 0.0, is_last=True)
         offers.expire(0.0, scheduler.lacking)

@@ -12,8 +12,9 @@ from moeserve.plan import Asked, Chunk, ChunkExtras, ChunkResult, FinishReason, 
 from moeserve.scheduling.cold_requests import ColdRequests
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.grammars import Drafts, Grammars
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.pacing import Pace
-from moeserve.scheduling.parts import Decline, Part, Parts, Prefixes, overriding
+from moeserve.scheduling.parts import Part, Parts, Prefixes, overriding
 from moeserve.scheduling.sampled_tokens import append_sampled
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.thought_budgets import ThoughtBudgets
@@ -41,14 +42,14 @@ class Named(Part):
         self._calls.append(f"{self._name} enter")
         return self._watches
 
-    def declined(self, prefixes: Prefixes) -> Iterator[Decline]:
+    def declined(self, prefixes: Prefixes) -> Iterator[RequestOutput]:
         self._calls.append(f"{self._name} declined")
         return iter(())
 
     def planned(self, request: Request, chunk: Chunk) -> None:
         self._calls.append(f"{self._name} planned")
 
-    def left(self, request: Request, reason: FinishReason) -> None:
+    def left(self, output: RequestOutput) -> None:
         self._calls.append(f"{self._name} left")
 
 
@@ -74,7 +75,7 @@ def test_parts_are_called_in_the_order_of_their_list() -> None:
     parts.enter(one := request("r"))
     parts.declined(Finder(0))
     parts.record_planned(one, CHUNK)
-    parts.leave(one, FinishReason.STOP)
+    parts.leave(RequestOutput(one, finish_reason=FinishReason.STOP))
     assert calls == [
         f"{name} {hook}" for hook in ("enter", "declined", "planned", "left") for name in ("first", "second")
     ]
@@ -117,7 +118,7 @@ def test_a_request_with_too_little_cached_is_declined_once_nothing_is_looked_for
     assert list(cold.declined(Finder(0, is_looked_for=True))) == []
     assert cold.sought_first() == [one]
     assert not cold.is_worth_reading(one, Finder(2))
-    assert list(cold.declined(Finder(2))) == [Decline(one, FinishReason.CACHE_THRESHOLD)]
+    assert list(cold.declined(Finder(2))) == [RequestOutput(one, finish_reason=FinishReason.CACHE_THRESHOLD)]
 
 
 def test_a_request_with_enough_cached_goes_on_like_any_other() -> None:
@@ -185,7 +186,7 @@ def test_masks_are_told_of_a_request_that_has_ended_and_of_its_late_mask_nothing
     grammars.enter(one)
     list(grammars.declined(Finder(0)))
     one.finished = True
-    grammars.left(one, FinishReason.ABORT)
+    grammars.left(RequestOutput(one, finish_reason=FinishReason.ABORT))
     masks.due.add("r")
     assert (list(grammars.declined(Finder(0))), grammars.ready()) == ([], [])
     assert masks.asked == [("r", [], False), ("r", [], True)]

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from moeserve.plan import CacheWish, FinishReason, Request, SamplingParams
+from moeserve.plan import Asked, CacheWish, FinishReason, Request, SamplingParams
 from moeserve.scheduling.request_states import StatePolicy, wanted_positions
 from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
@@ -111,7 +111,7 @@ def test_a_long_prompt_leaves_snapshots_on_its_way() -> None:
 def test_a_marked_position_serves_a_prompt_that_goes_on_otherwise(wish: CacheWish) -> None:
     simulation = simulate()
     request = Request("a", array("i", SHARED[:60]), SamplingParams(max_tokens=2))
-    request.cache = wish
+    request.asked = Asked(cache=wish)
     simulation.scheduler.add(request)
     simulation.records["a"] = Record(request, SHARED[:60], request.sampling, array("i", SHARED[:60]))
     simulation.run()

@@ -173,8 +173,8 @@ def test_the_next_life_finds_prompt_and_output_on_disk() -> None:
     follow = ask(second, "b", [*record.history, 7, 7])
     stranger = ask(second, "c", [*record.history, 7, 7], namespace="other")
     second.settle()
-    assert (follow.request.num_cached_tokens, follow.request.num_lower_tokens) == (32, 32)
-    assert (stranger.request.num_cached_tokens, stranger.request.num_lower_tokens) == (0, 0)
+    assert (follow.request.num_cached_tokens, sum(follow.request.found_below)) == (32, 32)
+    assert (stranger.request.num_cached_tokens, sum(stranger.request.found_below)) == (0, 0)
     assert second.counters.lower_hit_tokens == 32
     second.check_all_done()
 
@@ -189,13 +189,13 @@ def test_tokens_that_come_from_the_host_above_a_disk_are_told_apart() -> None:
     second = Life(disk, random.Random(2), hosted=names[2:5], **OPTIONS)
     follow = ask(second, "b", [*record.history, 7, 7])
     second.settle()
-    assert (follow.request.num_lower_tokens, follow.request.num_hosted_tokens) == (32, 3 * SIZE)
+    assert (sum(follow.request.found_below), follow.request.found_below[0]) == (32, 3 * SIZE)
     counters = second.counters
     assert (counters.lower_hit_tokens, counters.hosted_hit_tokens, counters.hosted_hits) == (32, 3 * SIZE, 1)
     # In memory it is found on the device.
     again = ask(second, "c", [*record.history, 7, 7])
     second.settle()
-    assert (again.request.num_lower_tokens, again.request.num_hosted_tokens) == (0, 0)
+    assert (sum(again.request.found_below), again.request.found_below[0]) == (0, 0)
     second.check_all_done()
 
 
@@ -206,7 +206,7 @@ def test_requests_with_one_prefix_wait_for_one_reading() -> None:
     assert [len(job.copies) for job in jobs if not job.is_write] == [5]
     second.jobs += jobs
     second.settle()
-    assert [record.request.num_lower_tokens for record in records] == [20, 20, 20]
+    assert [sum(record.request.found_below) for record in records] == [20, 20, 20]
     second.check_all_done()
 
 
@@ -214,7 +214,7 @@ def test_of_many_requests_that_come_at_once_none_begins_before_its_prefix_was_lo
     second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
     records = [ask(second, str(number), PROMPT, max_tokens=1) for number in range(2 * FORESEEN + 3)]
     second.settle()
-    assert {record.request.num_lower_tokens for record in records} == {20}
+    assert {sum(record.request.found_below) for record in records} == {20}
     second.check_all_done()
 
 
@@ -265,7 +265,7 @@ def test_a_disk_that_hangs_holds_a_request_up_only_for_a_while() -> None:
     second.scheduler.set_time(31.0)
     assert second.take_copies(0.0) == []
     Simulation.run(second)
-    assert record.request.num_lower_tokens == 0
+    assert sum(record.request.found_below) == 0
     second.end(job)
     second.settle()
     second.check_all_done()
@@ -294,7 +294,7 @@ def test_before_anything_was_read_a_first_guess_decides(read_s: float | None, fr
     ask(second, "other", [30, 31, 32], max_tokens=1)
     second.settle()
     second.scheduler.count_step(0.1)
-    assert ask(second, "b", PROMPT).request.num_lower_tokens == 0
+    assert ask(second, "b", PROMPT).request.found_below == (0, 0)
     second.settle()
     assert second.counters.lower_hit_tokens == from_disk
 
@@ -309,7 +309,7 @@ def test_beside_streams_a_prefix_is_read_only_if_it_is_worth_a_step(long_step_s:
         second.scheduler.count_step(seconds)
     record = ask(second, "b", PROMPT)
     second.settle()
-    assert record.request.num_lower_tokens == from_disk
+    assert sum(record.request.found_below) == from_disk
     second.check_all_done()
 
 
@@ -383,7 +383,7 @@ def test_a_load_that_does_not_end_stalls_nobody() -> None:
     assert (other.finish_reason is not None, waits.request.num_output_tokens) == (True, 0)
     second.end(job)
     second.settle()
-    assert waits.request.num_lower_tokens == 20
+    assert sum(waits.request.found_below) == 20
     second.check_all_done()
 
 
@@ -397,7 +397,7 @@ def test_any_rank_reads_what_another_rank_has_written() -> None:
     second.step()
     record = ask(second, "b", PROMPT)
     second.settle()
-    assert (record.request.rank, record.request.num_cached_tokens, record.request.num_lower_tokens) == (1, 20, 20)
+    assert (record.request.rank, record.request.num_cached_tokens, sum(record.request.found_below)) == (1, 20, 20)
     second.check_all_done()
 
 
@@ -432,13 +432,13 @@ def test_a_prefix_on_disk_serves_up_to_its_last_border(memory: dict[str, Any]) -
     other = ask(second, "other", [*range(20), 30, 30])
     shorter = ask(second, "shorter", [*range(17), 30, 30])
     second.settle()
-    assert (other.request.num_cached_tokens, other.request.num_lower_tokens) == (20, 20)
+    assert (other.request.num_cached_tokens, sum(other.request.found_below)) == (20, 20)
     assert shorter.request.num_cached_tokens == 0
     second.check_all_done()
     third = Life(disk, random.Random(3), **OPTIONS, **memory)
     follow = ask(third, "b", [*record.history, 7, 7])
     third.settle()
-    assert (follow.request.num_cached_tokens, follow.request.num_lower_tokens) == (32, 32)
+    assert (follow.request.num_cached_tokens, sum(follow.request.found_below)) == (32, 32)
     third.check_all_done()
 
 
@@ -454,7 +454,7 @@ def test_without_its_last_border_a_prefix_serves_up_to_the_one_before(memory: di
     del disk.files[border_name(names[7], Kind.WINDOW if memory is WINDOWS else Kind.STATE)]
     follow = ask(second, "b", [*record.history, 7, 7])
     second.settle()
-    assert (follow.request.num_cached_tokens, follow.request.num_lower_tokens) == (20, 20)
+    assert (follow.request.num_cached_tokens, sum(follow.request.found_below)) == (20, 20)
     second.check_all_done()
 
 
@@ -515,8 +515,8 @@ def test_blocks_move_to_the_host_as_they_leave_the_device_and_come_back() -> Non
     again = ask(life, "b", prompt)
     life.settle()
     assert again.request.num_cached_tokens == 20
-    assert again.request.num_lower_tokens is not None
-    assert again.request.num_lower_tokens > 0
+    assert again.request.found_below is not None
+    assert sum(again.request.found_below) > 0
     stranger = ask(life, "c", prompt, namespace="other")
     life.settle()
     assert stranger.request.num_cached_tokens == 0

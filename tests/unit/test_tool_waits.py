@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from moeserve.plan import Asked, FinishReason, Request, SamplingParams, Terms
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.tool_waits import RETAINED_S, ToolWaits
 from radix_cache import PrefixCache
 from tests.support.cache_invariants import check_invariants
@@ -34,7 +35,7 @@ class Turns:
         self.compute(tokens)
         request = Request(f"{first}", tokens, SamplingParams(1), "key", asked=Asked(has_tools=has_tools))
         request.terms = Terms(retained=share)
-        self.waits.left(request, FinishReason.STOP)
+        self.waits.left(RequestOutput(request, finish_reason=FinishReason.STOP))
         return request.request_id
 
     def call(self, first: int, num_tokens: int = 4 * SIZE, *, share: float | None = None) -> None:
