@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -11,14 +12,16 @@ import pytest
 import torch
 
 from benchmarks.token_engine import Completion, TokenEngine
+from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import check_stage, plan_model, read_spec, stage_bytes, weights_bytes
 from moeserve.engine.ranks.settings import layers_of_ranks
 from moeserve.model.checkpoint import read_index
 from moeserve.model.families import build_spec, load_config
+from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.sizes import expected_index
 from moeserve.model.spec import ModelError
 from moeserve.model.stages import stages_of
-from moeserve.plan import BeamParams, SamplingParams
+from moeserve.plan import BeamParams, Chunk, SamplingParams, StepPlan
 from tests.support.llm_prompts import BASE, GREEDY, PROMPTS, SAMPLINGS, assert_same, assert_same_cold_and_cached
 from tests.support.staged_engine import StagedEngine
 from tests.support.tiny_models import CASES, save
@@ -79,12 +82,14 @@ def test_tiny_chunks_cold_and_cached_have_the_bits_of_one_rank(model_dir: Path, 
     assert staged.executor.most_of_request == 2
 
 
-def random_config(random: Random, case: str) -> dict[str, object]:
+def random_config(random: Random, case: str, folder: Path) -> dict[str, object]:
     """Settings under which chunks, batches, preemptions, drafts and cached prefixes differ."""
+    block_bytes = kv_block_bytes(build_spec(load_config(folder)).kv_layers, BASE.block_size, torch.float32)
     return {
         "max_num_seqs": random.choice((1, 2, 3, 5, 9)),
         "max_num_batched_tokens": random.choice((9, 16, 40, 256)),
-        "kv_cache_memory": random.choice((75_000, 150_000, 2**21)),
+        # Little more than a longest request needs, or more. Each of the ranks gives as much.
+        "kv_cache_memory": random.choice((15, 25, 300)) * block_bytes,
         "max_model_len": 92,
         "speculative_config": random.choice(("none", "suffix", "ngram")),
         "enable_prefix_caching": random.random() < 0.8,
@@ -100,7 +105,7 @@ def check_random_batches(case: str, folder: Path, num_engines: int, num_batches:
     kept: dict[int, Completion] = {}
     num_preempted = 0
     for _ in range(num_engines):
-        staged = StagedEngine(folder, replace(TWO, **random_config(random, case)))  # type: ignore[arg-type]
+        staged = StagedEngine(folder, replace(TWO, **random_config(random, case, folder)))  # type: ignore[arg-type]
         for _ in range(num_batches):
             places = random.sample(range(len(PROMPTS)), random.randint(1, 7))
             found = staged.generate([PROMPTS[n] for n in places], [SAMPLINGS[n] for n in places])
@@ -137,6 +142,21 @@ def test_one_request_has_one_step_in_flight_and_two_have_two(model_dir: Path) ->
         staged = StagedEngine(model_dir, replace(TWO, enable_prefix_caching=False))
         staged.generate([prompt[:3] for prompt in PROMPTS[:num_requests]], GREEDY)
         assert staged.executor.most_in_flight == num_requests
+
+
+@pytest.mark.parametrize("layers", ["1,2", "2,1", "1,1,1"])
+def test_the_recorded_choices_of_experts_are_those_of_one_rank(model_dir: Path, layers: str) -> None:
+    # Its second layer has no experts, so a rank may record nothing; its last one computes the rows that need logits.
+    config = replace(TWO, layers_per_rank=layers, pipeline_parallel_size=layers.count(",") + 1)
+    one = load_rank(model_dir, plan_model(model_dir, BASE), BASE, lambda _: None).start()
+    staged = StagedEngine(model_dir, config)
+    for step, (start, stop) in enumerate([(0, 9), (9, 10)], 1):
+        chunk = Chunk("a", array("i", PROMPTS[0][start:stop]), start, array("i", range(4)), GREEDY)
+        plan = StepPlan(step, [chunk])
+        (found,) = staged.executor.launch([plan]).result()
+        expected = one.runner.launch(plan).result()
+        assert found.chunks == expected.chunks
+        assert bytes(found.routing) == bytes(expected.routing) != b""
 
 
 def test_a_stage_that_does_not_fit_into_the_memory_of_its_own_machine_is_refused(model_dir: Path) -> None:

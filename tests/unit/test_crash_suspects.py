@@ -43,10 +43,10 @@ def left(name: str, prompt: str) -> Left:
 class Engine:
     """The suspects of an engine's life and its record, as the next one reads it."""
 
-    def __init__(self, folder: Path, suspicion: Suspicion | None = None, *, rows: int = 8) -> None:
+    def __init__(self, folder: Path, suspicion: Suspicion | None = None, *, rows: int = 8, max_steps: int = 2) -> None:
         self.path = folder / "work"
         self.path.unlink(missing_ok=True)
-        self.suspects = Suspects(WorkRecord(self.path, LIFE, rows), suspicion or Suspicion())
+        self.suspects = Suspects(WorkRecord(self.path, LIFE, rows, max_steps), suspicion or Suspicion())
 
     def begin(self, step: int, *chunks: Chunk) -> None:
         self.suspects.begin([StepPlan(step, [*chunks])])
@@ -89,6 +89,17 @@ def test_both_steps_are_named_where_one_is_planned_ahead(engine: Engine) -> None
     assert engine.last.named == {"a": 6, "c": 3}
     engine.begin(3, chunk("d", 1))
     assert engine.last.named == {"a": 6, "c": 3, "d": 2}
+
+
+def test_every_step_in_flight_is_named_where_each_of_several_ranks_computes_another(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, max_steps=4)
+    engine.take("new")
+    for step, name in enumerate("abcdef", 1):
+        engine.begin(step, chunk(name, 4))
+        engine.suspects.settle(step - 3)
+        assert engine.last == LastWork(dict.fromkeys("abcdef"[max(0, step - 3) : step], 5), [], {})
+    engine.suspects.settle(5)
+    assert engine.last == LastWork({"f": 5}, [], {})
 
 
 def test_all_ranks_requests_are_named(engine: Engine) -> None:

@@ -22,17 +22,15 @@ from moeserve.engine.crashes.judgement import LastWork
 
 log = structlog.get_logger(__name__)
 
-_MAGIC = b"moework1"
-_FILE_HEAD = struct.Struct("<8sqq")  # magic, incarnation, bytes of a slot
+_MAGIC = b"moework2"
+_FILE_HEAD = struct.Struct("<8sqqq")  # magic, incarnation, bytes of a slot, slots of steps
 _NUMBER = struct.Struct("<q")
 _STEPS_DONE = _FILE_HEAD.size
 _ARRIVALS_DONE = _STEPS_DONE + _NUMBER.size
 _SLOTS = _ARRIVALS_DONE + _NUMBER.size
 _SLOT_HEAD = struct.Struct("<II")  # crc32 and length of the bytes that follow
-# Two steps are in flight at most, so they take turns.
-_STEP_SLOTS = 2
-_ARRIVAL_SLOT, _SUSPECTS_SLOT = 2, 3
-_NUM_SLOTS = 4
+# The slots of an arrival and of the suspects lie behind those of steps, which take turns.
+_OTHER_SLOTS = 2
 _BYTES_PER_REQUEST = 64  # a request's id, its number of tokens, and what MessagePack adds
 _OTHER_BYTES = 512
 
@@ -40,19 +38,20 @@ _OTHER_BYTES = 512
 class WorkRecord:
     """Written by the engine's thread alone. Numbers of steps, and of arrivals, begin with 1 and grow."""
 
-    def __init__(self, path: Path, incarnation: int, max_requests: int) -> None:
+    def __init__(self, path: Path, incarnation: int, max_requests: int, max_steps: int = 2) -> None:
         """Create the file. max_requests: the most that one step has; ids beyond the room for them are left out.
+        max_steps: the most that are in flight.
 
         Without room on the disk nothing is recorded, and a line in the log says so.
         """
-        self._room = _OTHER_BYTES + _BYTES_PER_REQUEST * max_requests
-        size = _SLOTS + _NUM_SLOTS * (_SLOT_HEAD.size + self._room)
+        self._room, self._num_steps = _OTHER_BYTES + _BYTES_PER_REQUEST * max_requests, max_steps
+        size = _place_of(max_steps + _OTHER_SLOTS, self._room)
         try:
             self._map = _create(path, size)
         except OSError as error:
             log.warning("work_record_absent", error=str(error))
             self._map = mmap.mmap(-1, size)
-        _FILE_HEAD.pack_into(self._map, 0, _MAGIC, incarnation, self._room)
+        _FILE_HEAD.pack_into(self._map, 0, _MAGIC, incarnation, self._room, max_steps)
 
     def begin_step(self, step: int, request_ids: list[str], ends: list[int], trial: tuple[str, str] | None) -> None:
         """Name the requests of a step, or of the part of it that is computed again, before it is launched.
@@ -60,21 +59,21 @@ class WorkRecord:
         ends: the number of tokens of each that are computed after the step. trial: the id and the digest of the suspect
         among them.
         """
-        self._write(step % _STEP_SLOTS, step, request_ids, ends, trial)
+        self._write(step % self._num_steps, step, request_ids, ends, trial)
 
     def end_steps(self, step: int) -> None:
         _NUMBER.pack_into(self._map, _STEPS_DONE, step)
 
     def begin_arrival(self, number: int, request_id: str, end: int, trial: tuple[str, str] | None) -> None:
         """Name a request before it is taken."""
-        self._write(_ARRIVAL_SLOT, number, [request_id], [end], trial)
+        self._write(self._num_steps, number, [request_id], [end], trial)
 
     def end_arrival(self, number: int) -> None:
         _NUMBER.pack_into(self._map, _ARRIVALS_DONE, number)
 
     def keep_suspects(self, places: dict[str, int]) -> None:
         """Record the suspects that have not passed yet."""
-        self._write(_SUSPECTS_SLOT, 0, list(places), list(places.values()), None)
+        self._write(self._num_steps + 1, 0, list(places), list(places.values()), None)
 
     def _write(
         self, slot: int, number: int, request_ids: Sequence[str], ends: Sequence[int], trial: tuple[str, str] | None
@@ -92,14 +91,15 @@ def read_record(path: Path, incarnation: int) -> LastWork | None:
     """Return the requests in the steps of the engine of that incarnation at its death; None without a record of it."""
     try:
         data = path.read_bytes()
-        magic, written_by, room = _FILE_HEAD.unpack_from(data)
+        magic, written_by, room, num_steps = _FILE_HEAD.unpack_from(data)
         [steps_done], [arrivals_done] = (_NUMBER.unpack_from(data, place) for place in (_STEPS_DONE, _ARRIVALS_DONE))
     except (OSError, struct.error):
         return None
-    if (magic, written_by, len(data)) != (_MAGIC, incarnation, _place_of(_NUM_SLOTS, room)):
+    num_slots = num_steps + _OTHER_SLOTS
+    if (magic, written_by, len(data)) != (_MAGIC, incarnation, _place_of(num_slots, room)):
         return None
-    *work, suspects = (_read_slot(data, slot, room) for slot in range(_NUM_SLOTS))
-    done = [steps_done] * _STEP_SLOTS + [arrivals_done]
+    *work, suspects = (_read_slot(data, slot, room) for slot in range(num_slots))
+    done = [steps_done] * num_steps + [arrivals_done]
     begun = [slot for slot, number in zip(work, done, strict=True) if slot is not None and slot[0] > number]
     named: dict[str, int] = {}
     for _, _, request_ids, ends in begun:

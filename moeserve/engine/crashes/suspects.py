@@ -108,7 +108,10 @@ class Suspects(RanksObserver):
 
 def open_suspects(context: RunContext) -> Suspects:
     """Return the suspects of an engine's life, and begin its record."""
-    record = WorkRecord(context.work_record, context.incarnation, context.config.max_num_seqs)
+    config = context.config
+    # Elsewhere two at most: the one that is computed, and the one that is planned ahead.
+    max_steps = max(2, config.pipeline_parallel_size)
+    record = WorkRecord(context.work_record, context.incarnation, config.max_num_seqs, max_steps)
     return Suspects(record, context.suspicion)
 
 
