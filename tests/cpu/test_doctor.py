@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -25,6 +27,7 @@ from moeserve.engine.experts.gpu_memory import slot_layout
 from moeserve.engine.memory_plan import plan_model, plan_on_cpu, weights_bytes
 from moeserve.machine import Gpu, Machine
 from moeserve.model.checkpoint import read_index
+from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.gpu.kernels import expert_storage
 from moeserve.model.hf.spec import read_transformers_spec
 from moeserve.model.kv_pool import kv_block_bytes
@@ -33,6 +36,7 @@ from moeserve.model.spec import CheckpointError, ModelError
 from moeserve.model.state_pool import state_row_bytes
 from tests.support.checkpoints import spec_of
 from tests.support.fp8 import to_fp8
+from tests.support.gguf_modules import tiny, write_module_gguf
 from tests.support.tiny_models import CASES, config_of, save
 from tests.support.tiny_transformers import save_tiny, tiny_config
 
@@ -117,6 +121,20 @@ def test_fp8_is_counted_as_it_lies_and_offered_in_four_bits(tmp_path: Path, mach
     assert "27.8 GiB of FP8_128" in said
     assert "--quantization int4: fits" in said
     assert "--quantization int8" not in said
+
+
+def test_a_file_on_transformers_code_is_counted_in_its_blocks(tmp_path: Path) -> None:
+    def in_blocks(_: str, values: np.ndarray) -> gguf.GGMLQuantizationType:
+        return gguf.GGMLQuantizationType.F32 if values.shape[-1] % 32 else gguf.GGMLQuantizationType.Q8_0
+
+    code = tiny("granitehybrid")
+    code.outer.save_pretrained(tmp_path / "saved")
+    write_module_gguf(tmp_path / "tiny.gguf", "granitehybrid", code, tmp_path / "saved", in_blocks)
+    folder = gguf_folder(tmp_path / "tiny.gguf", tmp_path / "cache")
+    setup = next(iter(setups_of(examine(folder), MACHINE, ServeConfig())))
+    assert setup.obstacle is None
+    assert setup.weights_bytes == plan_model(folder, ServeConfig(kv_cache_memory=2**20)).weights_bytes
+    assert setup.weights_bytes < 0.5 * plan_model(tmp_path / "saved", ServeConfig(kv_cache_memory=2**20)).weights_bytes
 
 
 def test_a_published_model_is_described_from_its_configuration_alone(qwen3: Path, machine: None) -> None:

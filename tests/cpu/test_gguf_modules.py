@@ -24,7 +24,7 @@ from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.hf.decoder import TransformersDecoder
 from moeserve.model.hf.loading import load_transformers_decoder
-from moeserve.model.hf.modules import PackedEmbedding, Projection
+from moeserve.model.hf.modules import Projection, Table
 from moeserve.model.hf.spec import read_transformers_spec
 from moeserve.model.spec import CheckpointError
 from moeserve.plan import SamplingParams
@@ -94,10 +94,14 @@ def test_packed_weights_give_the_logits_of_their_values(architecture: str, tmp_p
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_embeddings_and_experts_stay_in_their_blocks(tmp_path: Path) -> None:
-    write("lfm2moe", tmp_path, in_kinds(Kind.Q8_0))
+@pytest.mark.parametrize("architecture", ["lfm2moe", "gemma4"])
+def test_tables_and_experts_stay_in_their_blocks(architecture: str, tmp_path: Path) -> None:
+    write(architecture, tmp_path, in_kinds(Kind.Q8_0))
     decoder = load(tmp_path, "int8")
-    assert isinstance(decoder._code.body.get_input_embeddings(), PackedEmbedding)
+    table = decoder._code.body.get_input_embeddings().weight
+    assert isinstance(table, Table)
+    with pytest.raises(TypeError, match="can only be looked up"):
+        table.sum()
     plan = plan_model(gguf_folder(tmp_path / "tiny.gguf", tmp_path / "cache"), BASE)
     assert plan.rounding.stored == ("q8_0",)
     assert plan.weights_bytes < 0.5 * load_bytes(tmp_path)

@@ -117,6 +117,7 @@ def test_decomposed_letters_are_composed_where_the_models_own_tokenizer_does_so(
         ("default", "it's 12345  x=<a>.b", "it|'|s| |123|45| | x|=<|a|>.|b"),
         ("minimax-m2", "HelloWorld 12345/\n's", "Hello|World| |123|45|/\n|'s"),
         ("lfm2", "it's 12345 now", "it|'s| |123|45| now"),
+        ("tekken", "it's 12 HelloWorld", "it|'s| |1|2| Hello|World"),
         ("hunyuan", "it's 12 東京", "it|'s| |1|2| 東京"),
         ("afmoe", "in 1234567 and 東京 22", "in| |1|234|567| and| |東京| |22"),
     ],

@@ -123,7 +123,7 @@ def test_a_gate_is_found_by_what_it_chooses(model_type: str, is_found: bool, tmp
         assert torch.allclose((x / norm).square().mean(-1), torch.ones(len(x)), atol=1e-3)
 
 
-# Listed experts beside short convolutions; stacked ones with biases; an indexer, an expert of all tokens, few slots.
+# Listed experts beside short convolutions; packed ones with biases; an indexer, an expert of all tokens, few slots.
 _ON_RANKS = (("lfm2_moe", False), ("gpt_oss", False), ("glm_moe_dsa", True))
 
 
@@ -134,6 +134,8 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, list[list[S
     models = [folder / model_type for model_type, _ in _ON_RANKS]
     for model, (model_type, _) in zip(models, _ON_RANKS, strict=True):
         save_tiny(model_type, model)
+        if model_type == "gpt_oss":
+            in_mxfp4(model)
     memory = [few_slots(model) * few for model, (_, few) in zip(models, _ON_RANKS, strict=True)]
     job = Job([str(model) for model in models], memory, str(folder / "meeting"))
     (folder / "job.json").write_text(json.dumps(asdict(job)))

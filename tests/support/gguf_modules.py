@@ -35,6 +35,14 @@ _GEMMA_ROPES = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_MISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+_MISTRAL_ROPE |= {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _SIGMOID = gguf.ExpertGatingFuncType.SIGMOID
 
 
@@ -224,6 +232,29 @@ def _glm_dsa_fields(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_indexer_top_k(c.index_topk)
 
 
+def _mistral4_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    rope = c.rope_parameters
+    _latent_fields(writer, c)
+    writer.add_head_count_kv(1)
+    writer.add_leading_dense_block_count(c.first_k_dense_replace)
+    writer.add_expert_shared_count(c.n_shared_experts)
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(c.routed_scaling_factor)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    writer.add_attn_temperature_length(rope["original_max_position_embeddings"])
+
+
+def _mistral4(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    names = {"mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight", "mlp.experts.down_proj": "ffn_down_exps.weight"}
+    return {names[own]: values} if own in names else _latent(c, own, values)
+
+
 def _kimi_fields(writer: gguf.GGUFWriter, c: Any) -> None:
     _experts_fields(writer, c)
     _latent_fields(writer, c)
@@ -300,6 +331,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mimo2": Architecture("mimo_v2_flash", _mimo_fields, _mimo, {"rope_parameters": _MIMO_ROPES}),
     "granitemoe": Architecture("granitemoeshared", _granite_fields, _granite),
     "glm-dsa": Architecture("glm_moe_dsa", _glm_dsa_fields, _latent, {"indexer_types": ["full"] * 4}),
+    "mistral4": Architecture("mistral4", _mistral4_fields, _mistral4, {"rope_parameters": _MISTRAL_ROPE}),
     "kimi-linear": Architecture("kimi_linear", _kimi_fields, _kimi, {"q_lora_rank": None}),
     "gemma4": Architecture(
         "gemma4_text", _gemma_fields, _gemma, {"num_global_key_value_heads": 2, "rope_parameters": _GEMMA_ROPES}

@@ -292,7 +292,7 @@ def _deepseek2(fields: Fields) -> Config:
         "kv_lora_rank": fields.count("attention.kv_lora_rank"),
         "q_lora_rank": fields.count("attention.q_lora_rank", 0) or None,
         "attention_bias": False,
-        "rope_parameters": _deepseek_rope(fields),
+        "rope_parameters": deepseek_rope(fields),
     }
 
 
@@ -305,7 +305,7 @@ def is_sigmoid(fields: Fields) -> bool:
     return function == _SIGMOID or (function == _UNNAMED and is_biased)
 
 
-def _deepseek_rope(fields: Fields) -> Config:
+def deepseek_rope(fields: Fields) -> Config:
     rope = rope_of(fields)
     name = "rope.scaling.yarn_log_multiplier"
     if rope["rope_type"] == "yarn" and fields.get(name) is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from moeserve.model.gguf.config import (
     Config,
     Fields,
+    deepseek_rope,
     expert_width,
     frequency_factors,
     head_dim,
@@ -319,6 +320,27 @@ def _glm_dsa(fields: Fields) -> Config:
     }
 
 
+def _mistral4(fields: Fields) -> Config:
+    _check_function(fields, _SOFTMAX)
+    rope = deepseek_rope(fields)
+    if rope["rope_type"] != "yarn":
+        raise _refuse(fields, "without YaRN")
+    # Queries grow by this factor for each stretch of the original length.
+    beta = fields.number("attention.temperature_scale", 0.0)
+    length = fields.count("attention.temperature_length", 0)
+    if length not in (0, rope["original_max_position_embeddings"]):
+        raise _refuse(fields, f"whose queries grow every {length} tokens")
+    return {
+        "model_type": "mistral4",
+        **routed_of(fields),
+        **_latent(fields, "_mla"),
+        "head_dim": fields.count("attention.key_length_mla"),
+        "n_group": fields.count("expert_group_count", 1),
+        "topk_group": fields.count("expert_group_used_count", 1),
+        "rope_parameters": {**rope, "llama_4_scaling_beta": beta},
+    }
+
+
 def _kimi_linear(fields: Fields) -> Config:
     _check_function(fields, _SIGMOID)
     _check_groups(fields)
@@ -401,6 +423,7 @@ FURTHER: Mapping[str, Callable[[Fields], Config]] = {
     "jamba": _jamba,
     "mimo2": _mimo2,
     "glm-dsa": _glm_dsa,
+    "mistral4": _mistral4,
     "kimi-linear": _kimi_linear,
     "gemma4": _gemma4,
 }

@@ -78,6 +78,7 @@ ROWS: Mapping[str, Row] = {
     "mimo2": Row(),
     "granitemoe": Row(arrangements=_PAIRS),
     "glm-dsa": Row(arrangements=_LATENT),
+    "mistral4": Row(arrangements=_LATENT),
     "kimi-linear": Row(
         replaced=(("forget_gate.", ""),),
         ends={"conv1d.weight": (("ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight"),)},

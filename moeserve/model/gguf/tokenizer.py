@@ -23,6 +23,8 @@ _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# As o200k, but without contractions, and digits are words of their own.
+_TEKKEN = _O200K.replace(f"{_CONTRACTIONS}?", "").replace(r"\p{N}{1,3}", r"\p{N}")
 # As o200k, but Chinese characters are words of their own.
 _KIMI_K2 = r"\p{Han}+|" + _O200K.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*")
 # DeepSeek's expressions cut one after the other, so that letters of ASCII, which count as punctuation, are cut out of
@@ -82,13 +84,14 @@ _EXPRESSIONS: Mapping[str, tuple[str, ...] | None] = {
     "joyai-llm": _DEEPSEEK_V3,
     "lfm2": (_LLAMA3,),
     "pixtral": (_LLAMA3,),
+    "tekken": (_TEKKEN,),
     "hunyuan": (_QWEN2,),
     "granite-docling": None,
     "afmoe": _AFMOE,
 }
 _SINGLE_DIGITS = frozenset(("smollm", "refact"))
 # Words that are a token are not merged, and texts begin with a BOS token unless the file says otherwise.
-_WHOLE_WORDS = frozenset(("llama3", "llama-bpe", "lfm2", "pixtral"))
+_WHOLE_WORDS = frozenset(("llama3", "llama-bpe", "lfm2", "pixtral", "tekken"))
 # Texts are put into composed form (NFC) first, as by the tokenizers that the files were made from.
 _COMPOSED = frozenset(("qwen2", "qwen35", "olmo"))
 # Of architectures whose first files do not name it.

@@ -44,7 +44,7 @@ _SIGMOIDS = frozenset(("dots1", "glm4moe", "minimax-m2"))
 # sum, which is the softmax of the chosen experts' logits; of Phi it is neither.
 _NOT_NORMALISED = frozenset(("olmoe", "qwen2moe"))
 # Architectures whose heads' keys and values differ in width, and whose file may count the latent's width instead.
-_LATENT = frozenset(("deepseek2", "glm-dsa", "kimi-linear"))
+_LATENT = frozenset(("deepseek2", "glm-dsa", "kimi-linear", "mistral4"))
 
 
 def check_unread(architecture: str, unread: Mapping[str, Any], head_dim: int, context_length: int) -> None:

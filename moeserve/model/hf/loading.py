@@ -23,9 +23,8 @@ from moeserve.model.hf.experts import ExpertLayer
 from moeserve.model.hf.geometry import run_empty
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.hf.modules import (
-    NarrowEmbedding,
-    PackedEmbedding,
     Projection,
+    Table,
     exchange_norms,
     exchange_weights,
     replace_module,
@@ -200,14 +199,11 @@ class _Filler:
             self._put_projection(module_name, own, matrix)
             return
         module = self._code.outer.get_submodule(module_name)
-        if type(module) is nn.Embedding:
+        if isinstance(module, nn.Embedding):
             if isinstance(matrix, Tensor) and self._rounding.format_of("embedding", shape[1]):
                 matrix = self._rounding.apply(matrix, "embedding")
-            if isinstance(matrix, QuantizedRows):
-                replace_module(self._code.outer, module_name, PackedEmbedding(matrix, self._dtype))
-                return
-            if self._keeps(matrix):
-                replace_module(self._code.outer, module_name, NarrowEmbedding(matrix, self._dtype))
+            if isinstance(matrix, QuantizedRows) or self._keeps(matrix):
+                module.register_parameter(own, Table(matrix, self._dtype))  # type: ignore[arg-type]
                 return
         tensor = widened(matrix)
         if tensor.is_floating_point():

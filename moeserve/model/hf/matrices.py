@@ -52,12 +52,11 @@ class StoredRows:
 
 def keys_of(outer: Any, num_experts: int) -> dict[str, str]:
     """Return the keys in a plan of weights of the projections and tables of a model, by module name."""
-    head, table = outer.get_output_embeddings(), outer.get_input_embeddings()
-    keys = {}
+    head, keys = outer.get_output_embeddings(), {}
     for name, module in outer.named_modules():
         if module is head:
             keys[name] = "lm_head"
-        elif module is table:
+        elif isinstance(module, nn.Embedding):
             keys[name] = "embedding"
         elif type(module) is nn.Linear:
             is_gate = num_experts and module.out_features == num_experts

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from kernels.linear import Linear, pack_linear
 from kernels.norm import rms_norm
-from kernels.weight_formats import QuantizedRows
+from kernels.weight_formats import Matrix, QuantizedRows
 
 _TRIED_ROWS = 3
 # Functions that multiply a weight [N, K] by columns [..., K, T].
@@ -103,27 +103,41 @@ class ProductWeight(Tensor):
         return out if bias is None else out + bias
 
 
-class NarrowEmbedding(nn.Module):
-    """`nn.Embedding` whose table of 16-bit numbers is widened when rows are looked up."""
+class Table(Tensor):
+    """The parameter of an embedding whose rows keep their bits, and are widened when they are looked up.
 
-    def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._table, self._dtype = table, dtype
+    It has the shape of the table, and no numbers of its own: any other use raises TypeError.
+    """
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return functional.embedding(ids, self._table).to(self._dtype)
+    def __new__(cls, rows: Matrix, dtype: torch.dtype) -> Table:
+        return torch.zeros(1, dtype=dtype).expand(rows.shape).as_subclass(cls)
+
+    def __init__(self, rows: Matrix, dtype: torch.dtype) -> None:
+        """rows: of 16 bits, or quantised. dtype: of the rows that are looked up."""
+        if isinstance(rows, QuantizedRows):  # Memory of its own: the rows may be pages of a file.
+            rows = QuantizedRows(rows.format, rows.data.clone(), rows.depth, rows.order)
+        self._rows, self._wide = rows, dtype
+        # `nn.Module` registers it as a parameter.
+        self._is_param = True
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is functional.embedding and isinstance(args[1], Table):
+                return args[1]._look_up(args[0])
+            if func in _WITHOUT_NUMBERS or getattr(func, "__name__", "") == "__get__":
+                return func(*args, **(kwargs or {}))
+        raise TypeError(f"The code calls {func} with a table whose rows can only be looked up.")
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        if isinstance(self._rows, QuantizedRows):
+            return self._rows.rows(ids.flatten()).dequantise().view(*ids.shape, -1).to(self._wide)
+        return functional.embedding(ids, self._rows).to(self._wide)
 
 
-class PackedEmbedding(nn.Module):
-    """`nn.Embedding` whose table stays in its blocks; rows are widened when they are looked up."""
-
-    def __init__(self, table: QuantizedRows, dtype: torch.dtype) -> None:
-        super().__init__()
-        # Memory of its own: the rows may be pages of a file.
-        self._table, self._dtype = QuantizedRows(table.format, table.data.clone(), table.depth, table.order), dtype
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self._table.rows(ids.flatten()).dequantise().view(*ids.shape, -1).to(self._dtype)
+_WITHOUT_NUMBERS = (Tensor.dim, Tensor.size, Tensor.numel, Tensor.untyped_storage)
 
 
 class Norm(nn.Module):
