@@ -130,7 +130,9 @@ def _cold_to_cached(found: list[Column]) -> list[str]:
 def _lengths(workload: str, shape: Shape) -> str:
     tokens = shape.max_tokens
     return {
-        "agents": f"{shape.num_agents} agents x {shape.num_turns} turns, {shape.agents_at_once} at once, "
+        "traces": f"{shape.num_agents} sessions x {shape.turns(43)} turns, {shape.agents_at_once} at once, "
+        f"lengths of traces x {shape.scale:g}",
+        "agents": f"{shape.num_agents} agents x {shape.turns(3)} turns, {shape.agents_at_once} at once, "
         f"{shape.system_words} words of shared prompt, {shape.question_words} per question, "
         f"{tokens(48)} output tokens",
         "stream": f"one stream of {tokens(96)} tokens",

@@ -115,7 +115,14 @@ def _slo(ctx: click.Context, param: click.Parameter, value: str | None) -> Slo |
 @click.option(
     "--agents", "num_agents", type=_COUNT, default=_USUAL.num_agents, help="Agents that share a system prompt."
 )
-@click.option("--turns", "num_turns", type=_COUNT, default=_USUAL.num_turns, help="Questions of each agent.")
+@click.option("--turns", "num_turns", type=_COUNT, help="Questions of each agent.  [default: 3, of traces 43]")
+@click.option(
+    "--scale",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Lengths of `traces`: 1 is a median request of 142,000 tokens.",
+)
 @click.option(
     "--agents-at-once", type=_COUNT, default=_USUAL.agents_at_once, help="Agents waiting for an answer at once."
 )
@@ -244,6 +251,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         prefix_repetitions=options["prefix_repetitions"],
         sweep=levels or _USUAL.sweep,
         output_tokens=options["output_tokens"],
+        scale=options["scale"],
     )
     return Settings(
         workloads=tuple(dict.fromkeys(workloads)),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from math import log
 from random import Random
 from time import perf_counter
 
@@ -20,6 +21,12 @@ from moeserve.bench.metrics import RequestRecord
 # 900 words and a chat template make about 1000 tokens.
 _PREFIX_WORDS = 900
 _SENTENCE_WORDS = (8, 14)
+# Sessions of coding agents, by the medians of their traces: 43 turns, a request of 142,000 tokens of which more than
+# 96 % are cached, an answer of 444, less than a second from an answer to the next request. A first prompt of 19,000
+# words and 5,000 new ones a turn make the middle request that long.
+_TRACE_TURNS, _TRACE_SYSTEM_WORDS, _TRACE_NEW_WORDS, _TRACE_OUTPUT = 43, 19_000, 5_000, 444
+_TRACE_GAP_S = 0.5
+_TRACE_SPREAD = 1.0  # of the logarithm of what a tool gives: most results are short, some very long
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +35,14 @@ class Conversation:
 
     `variant` names what a request measures; records are summarised per variant. `cold`: of the workload's cold
     conversations one at least finds nothing of its first prompt cached, unless the server has seen this seed before.
+    `gap_s`: seconds between an answer and the next question.
     """
 
     variant: str
     system: str | None
     questions: tuple[str, ...]
     cold: bool
+    gap_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +60,21 @@ class Shape:
     """The lengths and counts that a user may change; lengths are in words unless named otherwise."""
 
     num_agents: int = 8
-    num_turns: int = 3
+    num_turns: int | None = None
     agents_at_once: int = 4
     system_words: int = 1000
     question_words: int = 40
     prefix_repetitions: int = 5
     sweep: tuple[int, ...] = (1, 4, 16)
     output_tokens: int | None = None
+    scale: float = 1.0
+
+    def turns(self, usual: int) -> int:
+        """Return the questions of each agent in a workload that usually has `usual`."""
+        return self.num_turns or usual
+
+    def scaled(self, count: int) -> int:
+        return max(1, round(count * self.scale))
 
     def max_tokens(self, usual: int) -> int:
         """Return the output tokens per request of a workload that usually has `usual`."""
@@ -72,13 +89,37 @@ def agents(shape: Shape, seed: int, run: int) -> list[Workload]:
             variant="",
             system=system,
             questions=tuple(
-                seeded_text(shape.question_words, seed, run, "agents", agent, turn) for turn in range(shape.num_turns)
+                seeded_text(shape.question_words, seed, run, "agents", agent, turn) for turn in range(shape.turns(3))
             ),
             cold=True,
         )
         for agent in range(shape.num_agents)
     )
     return [Workload("agents", shape.agents_at_once, shape.max_tokens(48), conversations)]
+
+
+def traces(shape: Shape, seed: int, run: int) -> list[Workload]:
+    """Sessions of coding agents as their traces are, with one system prompt; lengths are scaled, turns are not."""
+    system = seeded_text(shape.scaled(_TRACE_SYSTEM_WORDS), seed, run, "traces")
+    random = Random(f"{seed}/{run}/traces")
+    # The mean of the lengths is what a turn adds.
+    middle = log(shape.scaled(_TRACE_NEW_WORDS)) - _TRACE_SPREAD**2 / 2
+
+    def result(agent: int, turn: int) -> str:
+        num_words = max(1, round(random.lognormvariate(middle, _TRACE_SPREAD)))
+        return seeded_text(num_words, seed, run, "traces", agent, turn)
+
+    conversations = tuple(
+        Conversation(
+            variant="",
+            system=system,
+            questions=tuple(result(agent, turn) for turn in range(shape.turns(_TRACE_TURNS))),
+            cold=True,
+            gap_s=_TRACE_GAP_S,
+        )
+        for agent in range(shape.num_agents)
+    )
+    return [Workload("traces", shape.agents_at_once, shape.max_tokens(shape.scaled(_TRACE_OUTPUT)), conversations)]
 
 
 def stream(shape: Shape, seed: int, run: int) -> list[Workload]:
@@ -116,6 +157,7 @@ def sweep(shape: Shape, seed: int, run: int) -> list[Workload]:
 
 WORKLOADS: dict[str, Callable[[Shape, int, int], list[Workload]]] = {
     "agents": agents,
+    "traces": traces,
     "stream": stream,
     "streams": streams,
     "prefix-ttft": prefix_ttft,
@@ -153,6 +195,8 @@ async def _converse(
     records: list[RequestRecord] = []
     for turn, question in enumerate(conversation.questions):
         messages.append({"role": "user", "content": question})
+        if turn and conversation.gap_s:
+            await asyncio.sleep(conversation.gap_s)
         async with places:
             record, text = await _ask(client, messages, max_tokens, conversation, cold=conversation.cold and turn == 0)
         records.append(record)

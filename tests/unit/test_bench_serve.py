@@ -8,8 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli import main
-from moeserve.bench import runs
+from moeserve.bench import runs, workloads
 from moeserve.bench.client import Endpoint, ExchangeError, exchange
+from moeserve.bench.workloads import WORKLOADS, Shape
 from tests.support.openai_server import ScriptedServer, serving
 
 
@@ -298,3 +299,31 @@ def test_rates_that_are_none_are_refused(rates):
     result = bench("--goodput", "--rates", rates)
     assert result.exit_code == 2
     assert "is not like" in result.output
+
+
+def test_traces_are_sessions_that_grow_by_tool_results_to_the_length_of_real_ones():
+    (workload,) = WORKLOADS["traces"](Shape(num_agents=3), 0, 0)
+    assert {len(one.questions) for one in workload.conversations} == {43}
+    assert (workload.max_tokens, {one.gap_s < 1 for one in workload.conversations}) == (444, {True})
+    for one in workload.conversations:
+        lengths = [len(question.split()) for question in one.questions]
+        middle = len(one.system.split()) + sum(lengths[:22]) + 21 * 400
+        assert 90_000 < middle < 190_000  # words: 900 are some 1,000 tokens
+        assert max(lengths) > 4 * sorted(lengths)[21]
+    (small,) = WORKLOADS["traces"](Shape(num_agents=1, num_turns=5, scale=0.01), 0, 0)
+    assert (small.max_tokens, len(small.conversations[0].questions)) == (4, 5)
+    assert len(small.conversations[0].system.split()) == 190
+
+
+def test_traces_run_with_a_pause_between_turns(server, monkeypatch):
+    pauses = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds, *rest):
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(workloads.asyncio, "sleep", noted)
+    result = bench("--url", server.url, "--workload", "traces", "--agents", "2", "--turns", "3", "--scale", "0.001")
+    assert result.exit_code == 0, result.output
+    assert pauses.count(0.5) >= 4
