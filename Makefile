@@ -7,6 +7,7 @@
 # make pictures                                                  the README's pictures, from a demo that runs meanwhile
 # make gpu [PYTHON=python3] [OUT=DIR]                             on a GPU: the three below, one after the other
 # make gpu-test [TESTS=...] | gpu-bench | gpu-decode              kernels' tests, kernels, decode steps: ten minutes each
+# make gpu-serve [ONLY="start load"]                             on a GPU: a service, right and fast, within nine minutes
 # make venv                                                      just installs; .venv/bin/moeserve is the command then
 
 SHELL := /bin/bash
@@ -35,7 +36,7 @@ FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 export PYTHONDONTWRITEBYTECODE :=
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv quick test checks lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long emulator test-long kernels-long gpu gpu-test gpu-bench gpu-decode clean
+.PHONY: serve venv quick test checks lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long emulator test-long kernels-long gpu gpu-test gpu-bench gpu-decode gpu-serve clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(if $(DEMO),demo-$(DEMO),$(MODEL)) $(ARGS)
@@ -165,6 +166,10 @@ gpu-bench:
 
 gpu-decode:
 	@$(TIMED) $(WITHIN) $(GPU_PYTHON) -m benchmarks.steps --out-dir $(OUT)
+
+# A service needs more packages: docs/benchmarks/gpu.md says which, and how they are carried to a machine without them.
+gpu-serve:
+	@$(TIMED) $(WITHIN) $(GPU_PYTHON) -m benchmarks.gpu_serve --out-dir $(OUT) $(addprefix --only ,$(ONLY))
 
 # What fails does not keep the rest from being measured.
 gpu:

@@ -109,3 +109,7 @@ class Deadline:
 
     def passed(self) -> bool:
         return self._clock() >= self._end
+
+    def left(self) -> float:
+        """Return the seconds that are left, negative ones past the end."""
+        return self._end - self._clock()

@@ -137,8 +137,6 @@ class AttentionShape:
         rows = min(in_registers, max(MIN_ROWS, power_of_two(self.group * tokens_per_tile)))
         if rows > 32 or (rows > MIN_ROWS and width == 4):
             num_warps = 8
-        if rows > MIN_ROWS and not self.multiprocessor.reads_tiles:
-            num_stages = min(num_stages, 3)  # The addresses of one more take registers that more rows need.
         config = self._fitting(SplitConfig(rows, self._in_block(tile), num_warps, num_stages))
         allowed = self.multiprocessor.shared_bytes
         resident = (allowed + _RESERVED_BYTES) // (self.shared_memory(config) + _RESERVED_BYTES)

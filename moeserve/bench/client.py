@@ -35,7 +35,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChatClient:
-    """Sends streamed, greedy chat completions.
+    """Sends streamed chat completions, greedy ones unless `temperature` says otherwise.
 
     `ignore_eos` asks for all `max_tokens` tokens, so that every server does the same work.
     """
@@ -45,6 +45,7 @@ class ChatClient:
     api_key: str | None
     ignore_eos: bool
     timeout_s: float
+    temperature: float = 0.0
 
     async def chat(self, messages: list[Message], max_tokens: int) -> tuple[Response, Answer]:
         """Return the response and its answer. Raise RequestFailed."""
@@ -52,7 +53,7 @@ class ChatClient:
             "model": self.model,
             "messages": messages,
             "max_tokens": max_tokens,
-            "temperature": 0,
+            "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

@@ -130,6 +130,9 @@ def _slo(ctx: click.Context, param: click.Parameter, value: str | None) -> Slo |
 @click.option("--question-words", type=_COUNT, default=_USUAL.question_words, help="Words of every question.")
 @click.option("--prefix-repetitions", type=_COUNT, default=_USUAL.prefix_repetitions, help="Prefixes of prefix-ttft.")
 @click.option("--output-tokens", type=_COUNT, help="Tokens per answer.  [default: as usual for the workload]")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.0, help="Of answers: greedy ones may run in circles."
+)
 @click.option("--honour-eos", is_flag=True, help="Let answers end where the model ends them.")
 @click.option(
     "--rest",
@@ -279,7 +282,9 @@ def _targets(options: dict[str, Any]) -> list[Target]:
             endpoint = Endpoint.parse(url)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--url") from error
-        client = ChatClient(endpoint, model or "", api_key, not options["honour_eos"], options["timeout_s"])
+        client = ChatClient(
+            endpoint, model or "", api_key, not options["honour_eos"], options["timeout_s"], options["temperature"]
+        )
         targets.append(Target(named[1] if named else endpoint.authority, url, client))
     if len({target.name for target in targets}) < len(targets):
         raise click.BadParameter("two servers have the same name; name them like a=http://…", param_hint="--url")

@@ -44,7 +44,7 @@ def _read_gguf(directory: Path) -> dict[str, TensorInfo]:
 
 
 def has_weights(directory: Path) -> bool:
-    return is_gguf_folder(directory) or any(directory.glob("*.safetensors"))
+    return is_gguf_folder(directory) or is_dummy_folder(directory) or any(directory.glob("*.safetensors"))
 
 
 # The bytes of a quantised matrix by its key, None for one that is not.

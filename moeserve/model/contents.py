@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from moeserve.model.dummy import DUMMY, is_dummy_folder
 from moeserve.model.files import is_gguf_folder, read_file
 from moeserve.model.packed.config import DESCRIPTIONS
 from moeserve.model.spec import CheckpointError
@@ -57,4 +58,4 @@ def _weight_files(folder: Path) -> list[Path]:
         from moeserve.model.gguf.folder import gguf_files  # Imported late: other checkpoints do without its packages.
 
         return gguf_files(folder)
-    return weight_files(folder)
+    return [folder / DUMMY] if is_dummy_folder(folder) else weight_files(folder)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moeserve.model.cache import is_recorded, verify
+from moeserve.model.checkpoint import has_weights
 from moeserve.model.demo import SPLIT_NAME, demo_named, ensure_demo, ensure_split_demo
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.files import check_file, is_gguf_folder, read_json, size_bound
@@ -260,7 +261,7 @@ def _check_weights(folder: Path) -> None:
         from moeserve.model.gguf.folder import gguf_files
 
         gguf_files(folder)
-    elif not any(folder.glob("*.safetensors")):
+    elif not has_weights(folder):
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
         if pickles:
             raise ModelError(_pickle_sentence(str(folder), pickles[0]))

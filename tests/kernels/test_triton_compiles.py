@@ -41,7 +41,8 @@ def test_batches_of_all_sizes_share_one_compiled_variant_of_attention():
 
 
 def test_products_of_experts_run_on_tensor_cores():
-    products = [match for line in compiled("experts") if (match := PRODUCT.fullmatch(line))]
+    lines = compiled("experts") + compiled("experts_fp8")
+    products = [match for line in lines if (match := PRODUCT.fullmatch(line))]
     assert products
     for match in products:
         tokens, said = int(match["tokens"]), numbers(match[0])
@@ -62,11 +63,12 @@ def test_what_a_service_with_heads_of_128_launches_fits_cards_of_little_shared_m
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-@pytest.mark.parametrize("cases", ["served", "served_fp8", "experts", "others", "recurrent"])
+@pytest.mark.parametrize("cases", ["served", "served_fp8", "experts", "experts_fp8", "others", "recurrent"])
 def test_what_a_service_can_launch_fits_every_card_since_ampere(cases: str, capability: int):
-    if cases == "served_fp8" and capability < 89:
+    if cases.endswith("fp8") and capability < 89:
         pytest.skip("fp8 takes compute capability 8.9")
-    compiled(cases, capability)
+    # Products of many rows spill some words where operands pass through registers; docs/design/kernels.md has a table.
+    compiled(cases, capability, most_stack=256)
 
 
 @pytest.mark.long

@@ -130,16 +130,25 @@ def attention_table(multiprocessor: Multiprocessor) -> Cases:
 
 def experts(multiprocessor: Multiprocessor) -> Cases:
     """Gate and experts at the shapes of Qwen3-30B-A3B and Mixtral; a name says stored format and tokens."""
-    for shape, sizes in (
+    return _of_experts(
+        multiprocessor,
         (MoeShape(*QWEN, "bfloat16"), (1, 64, 256, 1024)),
         (MoeShape(*MIXTRAL, "bfloat16"), (64,)),
         (MoeShape(*QWEN, "int8"), (1, 64)),
-        (MoeShape(256, 2048, 7168, 8, "fp8"), (4,)),
-        (MoeShape(*QWEN, "fp8"), (64, 2048)),
         (MoeShape(*QWEN, "int4", 128), (1, 64, 2048)),
         (MoeShape(*QWEN, "float32"), (64,)),
-    ):
-        for num_tokens in sizes:
+    )
+
+
+def experts_fp8(multiprocessor: Multiprocessor) -> Cases:
+    """Experts in fp8, which takes compute capability 8.9."""
+    large = MoeShape(256, 2048, 7168, 8, "fp8")
+    return _of_experts(multiprocessor, (large, (4,)), (MoeShape(*QWEN, "fp8"), (64, 2048)))
+
+
+def _of_experts(multiprocessor: Multiprocessor, *sizes: tuple[MoeShape, tuple[int, ...]]) -> Cases:
+    for shape, numbers in sizes:
+        for num_tokens in numbers:
             yield f"{shape.weights} {num_tokens}", partial(launch_experts, shape, num_tokens, multiprocessor)
 
 

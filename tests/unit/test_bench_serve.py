@@ -76,6 +76,11 @@ def test_requests_are_greedy_streams_with_usage_that_ignore_eos(server):
     assert request["ignore_eos"] is True
 
 
+def test_answers_are_drawn_at_a_temperature_that_is_asked_for(server):
+    assert bench("--url", server.url, "--workload", "stream", "--temperature", "0.7").exit_code == 0
+    assert {request["temperature"] for request in server.requests[1:]} == {0.7}
+
+
 def test_honour_eos_leaves_the_field_out(server):
     assert bench("--url", server.url, "--workload", "stream", "--honour-eos").exit_code == 0
     assert all("ignore_eos" not in request for request in server.requests)
