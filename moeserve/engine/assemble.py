@@ -203,6 +203,7 @@ def _open_body(
         current_gpu() if collectives is None else collectives.device,
         observers,
         _progress(plan, report),
+        lambda stage, done, total: report(Loading(done, total, stage)),
         owned=owned,
         replays_with=None if collectives is None else config.dispatch,
         waits=None if collectives is None else collectives.waits,
@@ -309,6 +310,8 @@ class LoadedRank:
         if plan.device == "cuda" and group is None:
             state = StateUse(0) if plan.spec.state_layers else None
             check_first_answer(prepared.runner, plan.spec.vocab_size, config.block_size, state)
+        if prepared.seconds:
+            log.info("gpu_prepared", **prepared.seconds)
         if defaults.left_out:
             log.warning("sampling_defaults_left_out", values=list(defaults.left_out), file="generation_config.json")
         prefetcher = self._start_prefetching()

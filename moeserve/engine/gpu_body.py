@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from moeserve.model.gpu.model import (
 )
 from moeserve.model.gpu.setup import alone, launch_expert_variants
 from moeserve.model.spec import DecoderSpec
+from moeserve.model.spec import Progress as StageProgress
 from moeserve.model.step_arrays import capture_sizes
 from moeserve.model.tensor_reader import Progress
 
@@ -110,6 +112,7 @@ class GpuBody:
         device: torch.device,
         observers: Sequence[AnyObserver],
         progress: Progress,
+        told: StageProgress,
         *,
         owned: OwnedExperts | None,
         replays_with: str | None,
@@ -118,8 +121,9 @@ class GpuBody:
         """Allocate scratch. If `--expert-memory` does not hold all experts, also allocate slots and open the tier
         below.
 
-        bounded: the settings of `--expert-memory`. owned, replays_with, waits: among several ranks, this rank's
-        experts, the shape of dispatch, and the waits of the collectives. Raise ConfigError or ModelError.
+        bounded: the settings of `--expert-memory`. told: hears what is done between loading and the first request.
+        owned, replays_with, waits: among several ranks, this rank's experts, the shape of dispatch, and the waits of
+        the collectives. Raise ConfigError or ModelError.
         """
         self._spec, self._dtype, self._device, self._waits = spec, dtype, device, waits
         self._storage = storage = expert_storage(spec, dtype, settings.expert_quantization)
@@ -153,6 +157,12 @@ class GpuBody:
         self._settings = replace(settings, enforce_eager=eager)
         self.captured_sizes = () if eager else capture_sizes(settings.max_num_seqs)
         self._weights_bytes = 0
+        self._told, self._began, self._seconds = told, time.monotonic(), dict[str, float]()
+
+    def _passed(self, part: str) -> None:
+        """Count the time since the last call, or since the body was opened, as a part of the start."""
+        now = time.monotonic()
+        self._seconds[part], self._began = round(now - self._began, 1), now
 
     def compute_of(self, layer: int) -> Compute[GpuExperts]:
         if self.resident is not None:
@@ -169,6 +179,7 @@ class GpuBody:
         experts.copy_slot(slot, taken)
 
     def record_loaded(self) -> None:
+        self._passed("load_s")
         self._weights_bytes = allocated_bytes(self._device)
         forget_peak(self._device)
 
@@ -192,18 +203,23 @@ class GpuBody:
         """
         assert isinstance(decoder, Decoder)
         settings, peers = self._settings, None if group is None else group.steps
+        self._told("computing the largest step", 0, 0)
         compute_largest_step(decoder, settings, alone if peers is None else peers.begin_alike)
         weights_bytes = self._weights_bytes
+        self._passed("largest_step_s")
         memory = settings.kv_cache_memory or free_for_kv(self._device, settings, self._graph_bytes(decoder, group))
         if group is not None:
             memory = group.collectives.agree_on_least(memory)
         kv, kv_bytes = kv_blocks(self._spec, self._dtype, settings, memory)
-        runner = make_runner(decoder, kv, settings, self._configs, peers, tap)
+        runner = make_runner(decoder, kv, settings, self._configs, peers, tap, self._told)
+        self._passed("kernels_and_graphs_s")
         if group is not None:
             weights_bytes = group.collectives.add_up(weights_bytes)
         row_bytes = 0 if settings.states is None else settings.states.row_bytes
         pools = runner.kv_pool, runner.state_pool
-        return Prepared(runner, kv, kv_bytes, weights_bytes, runner.close, row_bytes, *pools, runner.measured)
+        return Prepared(
+            runner, kv, kv_bytes, weights_bytes, runner.close, row_bytes, *pools, runner.measured, self._seconds
+        )
 
     def _graph_bytes(self, decoder: Decoder, group: Group | None) -> int:
         """Return the bytes that graphs will take: measured, or an estimate where they exchange rows of ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from experts.observer import StepObserver
@@ -140,7 +140,7 @@ class Prepared:
 
     weights_bytes: of all ranks. release: frees the group's resources that the runner holds; called before leaving the
     group. kv_pool, state_pool: the memory of KV and of recurrent states, None if only the runner may touch it. warm_up:
-    see `ModelRunner.warm_up`.
+    see `ModelRunner.warm_up`. seconds: what each part of the start took, for the log.
     """
 
     runner: Runner
@@ -152,6 +152,7 @@ class Prepared:
     kv_pool: KVPool | None = None
     state_pool: StatePool | None = None
     warm_up: Sequence[tuple[int, float]] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from moeserve.model.gpu.setup import (
 )
 from moeserve.model.kv_pool import KVPool, kv_block_bytes, kv_pool_bytes, window_demand
 from moeserve.model.sampler import SCORED_AT_ONCE
-from moeserve.model.spec import DecoderSpec
+from moeserve.model.spec import DecoderSpec, Progress, silent
 from moeserve.model.state_pool import StatePool, pools_by_layer
 from moeserve.model.step_arrays import StepShape, capture_sizes
 
@@ -86,11 +86,12 @@ def make_runner(
     configs: MoeConfigs | None = None,
     peers: Peers | None = None,
     tap: RoutingTap | None = None,
+    told: Progress = silent,
 ) -> GpuModelRunner:
     """Allocate the KV memory; on a GPU compile all kernels and, unless eager, capture the decode steps.
 
     configs: the kernel configurations of the decoder's experts. peers: the other ranks, which must do the same at the
-    same time. tap: observes the decoder's gates.
+    same time. tap: observes the decoder's gates. told: hears what is compiled and captured.
     """
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
     kv_dtype = settings.kv_dtype or dtype
@@ -104,13 +105,13 @@ def make_runner(
     if decoder.device.type == "cuda":
         steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)
         variants = launch_variants(limits, configs, steps)
-        launch_all_variants(decoder, pools, batches, variants, settings.block_size, begin_step)
+        launch_all_variants(decoder, pools, batches, variants, settings.block_size, begin_step, told)
     tapped = HeardDecoder(decoder, pools, tap)
     decode = None
     if not settings.enforce_eager:
         decode = DecodeSteps(tapped, limits, capture_sizes(settings.max_num_seqs), peers)
         if decoder.device.type == "cuda":
-            decode.capture()
+            decode.capture(told)
     measured: list[tuple[int, float]] = []
     if decoder.device.type == "cuda":
         launch = partial(launch_blank_step, decoder, pools, batches, block_size=size, begin_step=begin_step)

@@ -28,6 +28,7 @@ from moeserve.model.decoder import Decoder, ForwardBatch, KvPools
 from moeserve.model.gpu.batches import AttentionLimits, DecodeBatch, DecodeTensors, StepBatches
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.sampler import SampledStep, sample_step
+from moeserve.model.spec import Progress, silent
 from moeserve.model.state_pool import StatePool
 from moeserve.model.step_arrays import StepArrays, StepShape, padded_size, step_arrays
 from moeserve.plan import ChunkResult, StepPlan, StepResult, wanted_logits
@@ -349,11 +350,12 @@ class DecodeSteps:
         return computed.of_first(arrays.num_rows)
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, told: Progress = silent) -> None:
         """Capture a graph per size, largest first. The batches hold nothing but padding, so no KV is written."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-        for size in reversed(self._sizes):
+        for number, size in enumerate(reversed(self._sizes)):
+            told("capturing decode steps", number, len(self._sizes))
             if self._peers is not None:
                 self._peers.begin_decodes(size)
             self._warm_up(self._batches[size], stream)

@@ -20,7 +20,7 @@ from kernels.sampling import Draw
 from kernels.specs import Activation
 from moeserve.model.decoder import Decoder, KvPools
 from moeserve.model.gpu.batches import AttentionLimits, StepBatches
-from moeserve.model.spec import MoeSpec
+from moeserve.model.spec import MoeSpec, Progress, silent
 from moeserve.model.step_arrays import ExtendLimits, StepArrays, StepShape, share_prompts
 
 # Maps a number of new tokens to a key that is equal for numbers with the same kernel variant.
@@ -49,10 +49,14 @@ def launch_all_variants(
     variants: LaunchVariants,
     block_size: int,
     begin_step: BeginStep = alone,
+    told: Progress = silent,
 ) -> None:
     """Launch every kernel of steps that are not captured and of sampling. Write no KV; read block 0 as it is."""
-    for shape in variants.steps():
+    steps = variants.steps()
+    for number, shape in enumerate(steps):
+        told("compiling kernels", number, len(steps) + 1)
         launch_blank_step(decoder, kv_pools, batches, shape, block_size, begin_step)
+    told("compiling kernels", len(steps), len(steps) + 1)
     launch_all_draws(decoder)
 
 
