@@ -72,7 +72,7 @@ function keyRow({ key, valid, running, waiting, today, limits }) {
   return el(
     "tr",
     {},
-    cell(key ?? "without keys", valid ? "" : el("span", { class: "tag" }, "not valid")),
+    cell(key ?? "without keys", ...(valid ? [] : [" ", el("span", { class: "tag" }, "not valid")])),
     number(count(running)),
     number(count(waiting)),
     number(count(today.requests)),

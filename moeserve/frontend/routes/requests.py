@@ -20,7 +20,7 @@ _PATHS = {
     "completions": "/v1/completions",
     "messages": "/v1/messages",
     "responses": "/v1/responses",
-    "ollama_chat": "/api/chat",
+    "ollama_chat": "/api",
     "warm": "/v1/cache/warm",
 }
 _ROUTES = {prefix: _PATHS[kind] for kind, prefix in ID_PREFIXES.items() if kind in _PATHS}
