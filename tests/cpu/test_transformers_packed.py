@@ -58,7 +58,8 @@ def quiet() -> None:
 
 def save(model_type: str, folder: Path) -> Path:
     """Save a tiny model with experts wide enough for all forms."""
-    code = tiny_model(model_type, moe_intermediate_size=64, intermediate_size=128)
+    shared = {"moe_shared_expert_intermediate_size": 64} if model_type == "nemotron_h" else {}
+    code = tiny_model(model_type, moe_intermediate_size=64, intermediate_size=128, **shared)
     code.outer.save_pretrained(folder)
     return folder
 
