@@ -26,7 +26,7 @@ from moeserve.model.hf.decoder import TransformersDecoder
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.modules import Projection, Table
 from moeserve.model.hf.spec import read_transformers_spec
-from moeserve.model.spec import CheckpointError
+from moeserve.model.spec import CheckpointError, UnsupportedModel
 from moeserve.plan import SamplingParams
 from tests.support.gguf_export import Quantise, as_it_is, copy_gguf, in_float32
 from tests.support.gguf_modules import ARCHITECTURES, tiny, write_module_gguf
@@ -156,3 +156,15 @@ def test_tensors_that_do_not_fit_get_one_sentence(old: str, new: str, sentence: 
     copy_gguf(tmp_path / "tiny.gguf", tmp_path / "bad" / "tiny.gguf", renamed(old, new))  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=sentence):
         load(tmp_path / "bad")
+
+
+@pytest.mark.parametrize("architecture", ["afmoe", "mimo2"])
+def test_a_field_that_is_absent_has_the_value_of_llama_cpp(architecture: str, tmp_path: Path) -> None:
+    write(architecture, tmp_path)
+    (tmp_path / "less").mkdir()
+    copy_gguf(tmp_path / "tiny.gguf", tmp_path / "less" / "tiny.gguf", as_it_is, lambda key: "weights_norm" not in key)
+    if architecture == "mimo2":  # It divides the weights of experts by their sum all the same.
+        load(tmp_path / "less")
+        return
+    with pytest.raises(UnsupportedModel, match="weights are not divided by their sum"):
+        load(tmp_path / "less")

@@ -50,9 +50,11 @@ def _check_function(fields: Fields, *wanted: int) -> None:
         raise _refuse(fields, f"whose experts are chosen by the function {function}")
 
 
-def _check_normalised(fields: Fields, *, wanted: bool = True) -> None:
-    if fields.flag("expert_weights_norm", wanted) != wanted:
-        raise _refuse(fields, f"whose experts' weights are {'not ' if wanted else ''}divided by their sum")
+def _check_normalised(fields: Fields, *, unnamed: bool = True) -> None:
+    """Raise UnsupportedModel unless the weights of chosen experts are divided by their sum. unnamed: llama.cpp divides
+    them where a file does not tell."""
+    if not fields.flag("expert_weights_norm", unnamed):
+        raise _refuse(fields, "whose experts' weights are not divided by their sum")
 
 
 def _scale(fields: Fields) -> float:
@@ -116,7 +118,7 @@ def _lfm2moe(fields: Fields) -> Config:
 
 def _afmoe(fields: Fields) -> Config:
     _check_function(fields, _SIGMOID)
-    _check_normalised(fields)
+    _check_normalised(fields, unnamed=False)
     # llama.cpp rotates in all layers but each fourth one.
     slides = [(layer + 1) % 4 != 0 for layer in range(num_layers(fields))]
     return {
