@@ -307,6 +307,7 @@ class ChatFormatter(Formatter):
         self._tokenizer = tokenizer
         self._wants_logprobs = request.sampling.logprobs is not None
         self._wants_prompt = request.prompt_logprobs is not None
+        self._has_ids = request.returns_token_ids
         repeated = msgspec.json.decode(request.repeated, type=_Repeated)
         self._calls = ChatCalls(is_legacy=repeated.is_legacy, custom=frozenset(repeated.custom))
         chunk = {**self._head, "object": "chat.completion.chunk", "system_fingerprint": fingerprint}
@@ -321,7 +322,12 @@ class ChatFormatter(Formatter):
     def delta(self, delta: Delta, usage: Usage) -> bytes:
         content = b'"delta":' + msgspec.json.encode(_new_parts(delta, self._calls))
         logprobs = msgspec.json.encode(self._logprobs(delta.tokens)) if delta.tokens else b"null"
-        return self._events.choice(delta.index, content, logprobs, _finish(delta, self._calls), usage)
+        beside = b""
+        if self._has_ids:
+            content += b',"token_ids":' + msgspec.json.encode(delta.token_ids)
+            if delta.prompt_token_ids is not None:
+                beside = b',"prompt_token_ids":' + msgspec.json.encode(delta.prompt_token_ids)
+        return self._events.choice(delta.index, content, logprobs, _finish(delta, self._calls), usage, beside)
 
     def progress(self, index: int, progress: PromptProgress) -> bytes:
         return self._events.progress(index, b'"delta":{}', progress)
@@ -330,7 +336,7 @@ class ChatFormatter(Formatter):
         return self._events.end(usage)
 
     def complete(self, choices: list[Delta], usage: Usage) -> Writing:
-        extra = {}
+        extra: dict[str, Any] = {"prompt_token_ids": choices[0].prompt_token_ids} if self._has_ids else {}
         if self._wants_prompt:
             extra["prompt_logprobs"] = yield from internal.prompt_logprobs(choices[0].prompt, self._tokenizer)
         logprobs: list[dict[str, Any] | None] = []
@@ -349,6 +355,7 @@ class ChatFormatter(Formatter):
                         "message": _message_of(choice, self._calls),
                         "logprobs": found,
                         "finish_reason": _finish(choice, self._calls),
+                        **({"token_ids": choice.token_ids} if self._has_ids else {}),
                     }
                     for choice, found in zip(choices, logprobs, strict=True)
                 ],

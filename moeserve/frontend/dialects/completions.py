@@ -55,6 +55,7 @@ class SearchBody(SamplingBody, kw_only=True):
     length_penalty: Annotated[float, Meta(ge=-limits.MAX_LENGTH_PENALTY, le=limits.MAX_LENGTH_PENALTY)] | None = None
     early_stopping: bool | str | None = None
     echo: bool | None = None
+    return_token_ids: bool | None = None
     cache_hit_threshold: Share | None = None
     kv_transfer_params: dict[str, Any] | None = None
     prediction: Prediction | None = None
@@ -82,6 +83,7 @@ def read_search_request(
         "n": n,
         "beams": beams,
         "echo": bool(body.echo),
+        "returns_token_ids": bool(body.return_token_ids),
         "offers_kv": offers_kv,
         "ticket": ticket,
         "cache_hit_threshold": body.cache_hit_threshold or 0.0,
@@ -236,6 +238,10 @@ def _empty() -> ApiError:
     return invalid("`prompt` must not be empty", "prompt")
 
 
+def _ids_of(delta: Delta) -> dict[str, Any]:
+    return {"token_ids": delta.token_ids, "prompt_token_ids": delta.prompt_token_ids}
+
+
 class CompletionFormatter(Formatter):
     """Writes answers in this dialect."""
 
@@ -253,9 +259,12 @@ class CompletionFormatter(Formatter):
         self._tokenizer = tokenizer
         self._num_top = msgspec.json.decode(request.repeated, type=_Repeated).logprobs
         self._wants_prompt = request.prompt_logprobs is not None
+        self._has_ids = request.returns_token_ids
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
         text = b'"text":' + msgspec.json.encode(delta.text)
+        if self._has_ids:
+            text += b"," + msgspec.json.encode(_ids_of(delta))[1:-1]
         logprobs = msgspec.json.encode(self._logprobs(delta.tokens)) if delta.tokens else b"null"
         return self._events.choice(delta.index, text, logprobs, delta.finish_reason, usage)
 
@@ -277,6 +286,8 @@ class CompletionFormatter(Formatter):
                     "finish_reason": choice.finish_reason,
                 }
             )
+            if self._has_ids:
+                written[-1] |= _ids_of(choice)
             if self._wants_prompt:
                 written[-1]["prompt_logprobs"] = yield from internal.prompt_logprobs(choice.prompt, self._tokenizer)
         return msgspec.json.encode(

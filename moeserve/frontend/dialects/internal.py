@@ -228,6 +228,7 @@ class GenerateRequest:
     include_stop: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    returns_token_ids: bool = False
     truncate: int | None = None
     ignored: tuple[str, ...] = ()
     dropped_tools: tuple[str, ...] = ()
@@ -291,8 +292,8 @@ class Delta:
     """New parts of one choice, in the order reasoning, text, calls; or its end.
 
     `tokens` is filled only if log probabilities were asked for, `prompt` only in a last delta, if log probabilities of
-    the prompt were. `finish_reason` is `stop`, `length` or `tool_calls`; `matched_stop` is the stop string that made
-    the end.
+    the prompt were; `token_ids` and, in a first delta, `prompt_token_ids`, only if these were. `finish_reason` is
+    `stop`, `length` or `tool_calls`; `matched_stop` is the stop string that made the end.
     """
 
     index: int
@@ -303,6 +304,8 @@ class Delta:
     calls: list[ToolCallPart] = field(default_factory=list)
     matched_stop: str | None = None
     prompt: list[TokenText] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: list[int] | None = None
 
     def append(self, later: Delta) -> None:
         """Add what the choice said later, its end with it. Calls become whole."""
@@ -310,6 +313,8 @@ class Delta:
         self.reasoning += later.reasoning
         self.tokens += later.tokens
         self.prompt += later.prompt
+        self.token_ids += later.token_ids
+        self.prompt_token_ids = self.prompt_token_ids or later.prompt_token_ids
         self.finish_reason = later.finish_reason
         self.matched_stop = later.matched_stop
         for part in later.calls:
@@ -426,14 +431,17 @@ class EventWriter:
         logprobs: bytes = b"null",
         finish: str | None = None,
         usage: Usage | None = None,
+        beside: bytes = b"",
     ) -> bytes:
-        """Return the event of one choice. content: JSON of one or more fields, `"name":value`; logprobs: JSON."""
-        return b'%b,"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b' % (
+        """Return the event of one choice. content: JSON of one or more fields, `"name":value`; logprobs: JSON.
+        beside: JSON of fields beside the choices, each with a comma before it."""
+        return b'%b,"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b%b' % (
             self._head,
             index,
             content,
             logprobs,
             b"null" if finish is None else b'"' + finish.encode() + b'"',
+            beside,
             _usage_tail(usage, is_last=False) if usage is not None and self._continuous_usage else self._tail,
         )
 

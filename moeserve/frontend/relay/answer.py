@@ -93,6 +93,8 @@ class Answer:
         self._usage = Usage(prompt_tokens=sum(map(len, prompts)))
         # First samples of prompts that have not yet reported the number of cached tokens.
         self._untold = set(range(0, request.num_choices, request.n))
+        self._returns_ids = request.returns_token_ids
+        self._without_ids = set(range(request.num_choices))  # choices whose prompt's tokens were not returned yet
         self._reports: dict[int, dict[str, Any]] = {}
         self._shown_prompts = [
             _ShownPrompt(request, prompts[choice // request.n], prompt_texts[choice // request.n], choice)
@@ -175,6 +177,11 @@ class Answer:
         stopped_before = text.keep_tokens is not None
         num_tokens, num_reasoning_tokens = text.num_tokens, text.num_reasoning_tokens
         delta = text.push(output)
+        if self._returns_ids:
+            delta.token_ids = list(output.token_ids[: max(0, text.num_tokens - num_tokens)])
+            if choice in self._without_ids:
+                self._without_ids.remove(choice)
+                delta.prompt_token_ids = self._prompts[choice // self._n].tolist()
         if output.finish_reason is not None:
             self.num_open -= 1
             self._usage.ticket = output.ticket or self._usage.ticket
@@ -189,7 +196,7 @@ class Answer:
         self._usage.reasoning_tokens += text.num_reasoning_tokens - num_reasoning_tokens
         self._usage.accepted_prediction_tokens += output.judged[0]
         self._usage.rejected_prediction_tokens += output.judged[1]
-        if delta.text or delta.tokens or delta.finish_reason or delta.reasoning or delta.calls:
+        if delta.text or delta.tokens or delta.finish_reason or delta.reasoning or delta.calls or delta.token_ids:
             deltas.append(delta)
         return deltas
 
