@@ -43,7 +43,7 @@ serve: venv
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt requirements-demo.txt
+$(STAMP): pyproject.toml constraints.txt constraints-cuda.txt requirements-demo.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "moeserve needs Python 3.11 or newer: make PYTHON=python3.11" >&2; exit 1; }
 	@echo "Installing into $(VENV): about 2.4 GB with the CPU build of torch, more with CUDA."
@@ -56,7 +56,12 @@ $(STAMP): pyproject.toml constraints.txt requirements-demo.txt
 	  install="$(RUN) -m pip install --progress-bar=off"; \
 	fi; \
 	set -e; \
-	$$install --constraint constraints.txt --group dev --group e2e $(TORCH_REQUIREMENT_$(TORCH)) --editable .; \
+	constraints=constraints.txt; \
+	if test "$(TORCH)" = cuda; then \
+	  constraints=$(VENV)/constraints.txt; \
+	  grep -v '^triton==' constraints.txt | cat - constraints-cuda.txt > $$constraints; \
+	fi; \
+	$$install --constraint $$constraints --group dev --group e2e $(TORCH_REQUIREMENT_$(TORCH)) --editable .; \
 	$$install --no-deps --requirement requirements-demo.txt
 	@touch $@
 

@@ -162,9 +162,12 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
     """uint8 [num_bytes] from the start of a page, locked in memory if `device` is a GPU, until the process ends.
 
     torch's own pinned memory is rounded up to a power of two, which for all experts of a model may be twice as much.
-    Raise ExpertStoreError.
+    Huge pages, which only private memory has, leave few of them to be locked. Raise ExpertStoreError.
     """
-    memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
     if device.type == "cuda":
         runtime = torch.cuda.cudart()
         error = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
