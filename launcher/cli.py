@@ -62,6 +62,7 @@ class LazyGroup(click.Group):
         "cache": ("launcher.cli:cache", "See, check and empty a folder of KV or of expert files."),
         "doctor": ("launcher.doctor:doctor", "Say what a model is, what fits into this machine, and with which flags."),
         "key": ("launcher.cli:key", "Make keys for the people who use a server."),
+        "check": ("launcher.check:check", "Check what this machine computes, and print a report."),
         "pull": ("launcher.model_files:pull", "Fetch a model of the hub before it is served."),
         "verify": ("launcher.model_files:verify_command", "Compare a model folder with its recorded hashes."),
         "demo": ("launcher.cli:demo", "Build variants of the demo model."),

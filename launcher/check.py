@@ -1,0 +1,148 @@
+"""`moeserve check`, also `torchrun ... -m launcher.check`: does this machine compute what it should?"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.gpu_choice import GpuHangs, run_probe
+from launcher.gpu_probe import Checked, Found
+from launcher.preflight import gpu_names, usable_cores
+from moeserve.config import VERSION
+
+if TYPE_CHECKING:
+    import torch
+
+_LIBRARIES = ("torch", "triton", "transformers")
+_NUM_VALUES = 4096  # of each message between ranks
+
+
+@click.command()
+def check() -> None:
+    """Check what this machine computes, and print a report.
+
+    On the CPU, tiny models against recorded tokens; on a GPU, its kernels against their references too. Under torchrun
+    (`torchrun --nproc-per-node 2 -m launcher.check`) the collectives between ranks. Exit code 1 if a check fails.
+    """
+    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    checks = _collectives(rank, num_ranks) if num_ranks > 1 else _alone()
+    if rank == 0:
+        libraries = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
+        click.echo(f"moeserve {VERSION}, {libraries}, Python {platform.python_version()}")
+        gpus = ", ".join(gpu_names()) or "none"
+        click.echo(f"{platform.system()} {platform.machine()}, {usable_cores()} cores; GPUs: {gpus}")
+    told = []
+    for one in checks:
+        told.append(one)
+        if rank == 0 or one.fault:
+            of_rank = f"rank {rank}: " if num_ranks > 1 else ""
+            click.echo(f"  {of_rank}{one.name:<40} {one.seconds:6.1f} s  {one.fault or 'passed'}")
+    num_faults = sum(bool(one.fault) for one in told)
+    if rank == 0:
+        click.echo(f"{len(told) - num_faults} of {len(told)} checks passed.")
+    sys.exit(int(num_faults > 0))
+
+
+def timed(name: str, fault_of: Callable[[], str]) -> Checked:
+    """Return what a check finds. A fault of any kind is its result."""
+    began = time.monotonic()
+    try:
+        fault = fault_of()
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}"
+    return Checked(name, time.monotonic() - began, fault)
+
+
+def _alone() -> Iterator[Checked]:
+    """Check the CPU, and the GPU if there is one."""
+    from moeserve.engine.gpu_check.models import CONFIGS
+
+    for name in CONFIGS:
+        yield timed(f"CPU: tokens of a tiny {name}", partial(_tokens, name))
+    if not gpu_names():
+        return
+    try:
+        for line in run_probe(["--check"]):
+            if isinstance(line, Checked):
+                yield Checked(f"GPU: {line.name}", line.seconds, line.fault)
+            elif isinstance(line, Found) and line.absence:
+                yield Checked("GPU", 0.0, line.absence)
+    except GpuHangs as error:
+        yield Checked("GPU", 0.0, str(error))
+
+
+def _tokens(name: str) -> str:
+    """Return why a tiny model's tokens on the CPU are not the recorded ones; empty if they are."""
+    from moeserve.engine.gpu_check.models import CONFIGS, answers, expected_tokens, write_model
+
+    with TemporaryDirectory(prefix="moeserve-check-") as folder:
+        found, expected = answers(write_model(CONFIGS[name], Path(folder) / "model"), "cpu"), expected_tokens()[name]
+    return "" if found == expected else f"tokens {found} instead of {expected}"
+
+
+def _collectives(rank: int, num_ranks: int) -> Iterator[Checked]:
+    """Check the messages between ranks that torchrun has started: by NCCL on GPUs, by gloo on CPUs."""
+    import torch
+    import torch.distributed as group
+
+    on_gpu = torch.cuda.is_available()
+    local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(local)
+    kind = "nccl" if on_gpu else "gloo"
+    group.init_process_group(kind)
+    try:
+        for name, send in (("all-reduce", _reduced), ("all-gather", _gathered), ("broadcast", _broadcast)):
+            yield timed(f"{kind}: {name} of {num_ranks} ranks", partial(send, rank, num_ranks, local))
+    finally:
+        group.destroy_process_group()
+
+
+def _values(rank: int, device: torch.device) -> torch.Tensor:
+    """Return the numbers that a rank sends."""
+    import torch
+
+    return torch.arange(_NUM_VALUES, dtype=torch.float32, device=device) + rank
+
+
+def _reduced(rank: int, num_ranks: int, device: torch.device) -> str:
+    import torch.distributed as group
+
+    found = _values(rank, device)
+    group.all_reduce(found)
+    return _differs(found, sum(_values(one, device) for one in range(num_ranks)))
+
+
+def _gathered(rank: int, num_ranks: int, device: torch.device) -> str:
+    import torch
+    import torch.distributed as group
+
+    found = [torch.empty(_NUM_VALUES, device=device) for _ in range(num_ranks)]
+    group.all_gather(found, _values(rank, device))
+    return "".join(_differs(one, _values(number, device)) for number, one in enumerate(found))
+
+
+def _broadcast(rank: int, num_ranks: int, device: torch.device) -> str:
+    import torch.distributed as group
+
+    found = _values(rank, device)
+    group.broadcast(found, num_ranks - 1)
+    return _differs(found, _values(num_ranks - 1, device))
+
+
+def _differs(found: torch.Tensor, expected: torch.Tensor | int) -> str:
+    return "" if bool((found == expected).all()) else "other numbers have come than were sent"
+
+
+if __name__ == "__main__":
+    check(prog_name="torchrun -m launcher.check")

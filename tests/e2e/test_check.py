@@ -1,0 +1,43 @@
+"""`moeserve check`: alone, and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from launcher import check as checking
+from launcher.cli import main
+from tests.support.service import ROOT
+
+
+def test_a_cpu_answers_with_the_recorded_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "gpu_names", list)
+    result = CliRunner().invoke(main, ["check"])
+    assert result.exit_code == 0, result.output
+    assert re.match(r"moeserve \S+, torch \S+, .*\nLinux .* GPUs: none\n", result.output)
+    assert len(re.findall(r"CPU: tokens of a tiny \w+ .*passed", result.output)) == 3
+    assert result.output.endswith("3 of 3 checks passed.\n")
+
+
+def test_a_fault_is_told_and_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault() -> str:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(checking, "_alone", lambda: iter([checking.timed("a check", fault)]))
+    result = CliRunner().invoke(main, ["check"])
+    assert (result.exit_code, "RuntimeError: no kernel" in result.output) == (1, True)
+
+
+def test_two_ranks_of_torchrun_send_each_other_what_they_should() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "launcher.check"], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"gloo: \S+ of 2 ranks .*passed", done.stdout)) == 3
+    assert "3 of 3 checks passed." in done.stdout
