@@ -88,8 +88,8 @@ def random_config(random: Random, case: str, folder: Path) -> dict[str, object]:
     return {
         "max_num_seqs": random.choice((1, 2, 3, 5, 9)),
         "max_num_batched_tokens": random.choice((9, 16, 40, 256)),
-        # Little more than a longest request needs, or more. Each of the ranks gives as much.
-        "kv_cache_memory": random.choice((15, 25, 300)) * block_bytes,
+        # Little more than a longest request needs, or more, of which each rank gives its part.
+        "kv_cache_memory": random.choice((30, 50, 600)) * block_bytes // (SPLITS.get(case, "1,1").count(",") + 1),
         "max_model_len": 92,
         "speculative_config": random.choice(("none", "suffix", "ngram")),
         "enable_prefix_caching": random.random() < 0.8,
@@ -116,7 +116,8 @@ def check_random_batches(case: str, folder: Path, num_engines: int, num_batches:
         staged.scheduler.check_idle()
         num_preempted += staged.scheduler.counters.preemptions
         staged.close()
-    assert num_preempted > 0 or num_engines < 20
+    # Where layers have window blocks, requests that are admitted have room to go on.
+    assert num_preempted > 0 or num_engines < 20 or case == "gpt_oss"
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_next", "gpt_oss", "qwen3"])
