@@ -160,7 +160,8 @@ class Drafting(Drafts):
             known = _Known(self._acceptance.of_request(), request.num_prompt_tokens, predicted=text)
             self._known[request.request_id] = known
         if not self._pays[request.rank] and not chunk.num_drafts:
-            known.replace(_NO_GUESS.tokens)
+            if known.tokens:
+                known.replace(_NO_GUESS.tokens)
             return
         self._allowance -= known.own.extend(request.token_ids, self._allowance)
         if not num_new:
@@ -209,10 +210,10 @@ class Drafting(Drafts):
             return {}
         asked = list[_Asked]()
         for rank, own in room.decodes([rank for rank, pays in enumerate(self._pays) if pays]).items():
-            guessed = [request for request in own if self.of(request)]
-            if not guessed:
+            every = map(self._known.get, [request.request_id for request in own])
+            known = [one for one in every if one is not None and one.tokens]
+            if not known:
                 continue
-            known = [self._known[request.request_id] for request in guessed]
             # Only tokens lost with a state make a decode's chunk more than one row.
             if own[0].state is None:
                 rows, attended = len(own), sum([len(request.token_ids) for request in own])
@@ -225,11 +226,12 @@ class Drafting(Drafts):
             # Rows that are computed again give no token, so that drafts behind them may pay sooner.
             if rows == len(own) and not self._may_pay(rows, most, size):
                 continue
+            guessed = [request for request in own if self.of(request)]
             asked.append(_Asked(guessed, known, room.of_rank(rank, guessed, num_guessed), size, most))
         drafts: dict[str, array[int]] = {}
         for each, lengths in zip(asked, self._lengths(asked), strict=True):
             drafts |= {
-                request.request_id: one.tokens[:length]
+                request.request_id: one.tokens if length == len(one.tokens) else one.tokens[:length]
                 for request, one, length in zip(each.requests, each.known, lengths, strict=True)
                 if length
             }

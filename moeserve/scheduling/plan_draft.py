@@ -71,7 +71,8 @@ class PlanDraft:
         start = request.num_computed_tokens + request.num_scheduled_tokens
         end = start + count
         token_ids = request.token_ids
-        lease = request.held
+        lease = request.lease
+        assert lease is not None
         request.num_scheduled_tokens += count
         sampling = request.sampling if end == len(token_ids) else None
         extras = None if request.is_plain else _chunk_extras(request, start, end, len(drafts))
@@ -156,7 +157,8 @@ class PlanDraft:
 
         Return the chunk.
         """
-        lease = request.held
+        lease = request.lease
+        assert lease is not None
         start = request.num_planned_tokens
         request.num_scheduled_tokens += 1
         extras = None if request.is_plain else _unsampled_extras(request)

@@ -26,7 +26,8 @@ class RequestMemory:
         self._states = states
         self.block_size = cache.block_size
         self._windows = cache.windows
-        # Whether a chunk needs nothing here but slots for its tokens.
+        # Whether a chunk needs nothing here but slots for its tokens. Asked first: most models need no more, and the
+        # cost of a large step grows with the number of its requests.
         self.needs_slots_alone = not states.are_needed and not cache.windows.num_blocks
 
     def num_available_blocks(self, request: Request, *, sparing: bool, enough: int | None = None) -> int:
@@ -60,6 +61,8 @@ class RequestMemory:
 
     def num_missing_windows(self, request: Request) -> int:
         """Count the window blocks that the request lacks to be computed step by step."""
+        if self.needs_slots_alone:
+            return 0
         return self._windows.num_missing(request.held, -(-len(request.token_ids) // self.block_size))
 
     def room(self, num_spoken_for: int) -> Room | None:
@@ -68,7 +71,7 @@ class RequestMemory:
 
     def has_windows(self, count: int) -> bool:
         """Return whether `count` window blocks are available now."""
-        return count <= self._windows.num_available
+        return self.needs_slots_alone or count <= self._windows.num_available
 
     def num_empty_slots(self, request: Request) -> int:
         """Count the slots that the request holds and no plan fills yet."""
@@ -125,7 +128,7 @@ class RequestMemory:
 
     def has_slot(self, request: Request) -> bool:
         """Return whether a request with a lease has a state slot, or needs none."""
-        return self._states.has_slot(request)
+        return self.needs_slots_alone or self._states.has_slot(request)
 
     def detach(self, request: Request, keep_tokens: int | None = None) -> None:
         """Release the request's blocks and its computed tokens. See `PrefixCache.release` for `keep_tokens`."""
@@ -182,14 +185,14 @@ class RequestMemory:
 
     def cut_chunk(self, request: Request, count: int) -> int:
         """Return the number of the next `count` tokens for a chunk, so that it ends where a snapshot is wanted."""
-        return self._states.cut(request, count)
+        return count if self.needs_slots_alone else self._states.cut(request, count)
 
     def use_state(self, request: Request, count: int, num_drafts: int = 0) -> StateUse | None:
         """Plan the use of the request's state by the chunk of its next `count` tokens, which is planned now.
 
         num_drafts: the number of drafts behind them.
         """
-        return self._states.use(request, count, num_drafts)
+        return None if self.needs_slots_alone else self._states.use(request, count, num_drafts)
 
     @property
     def num_free_slots(self) -> float:
@@ -209,7 +212,8 @@ class RequestMemory:
 
         sparing: leave some blocks to cached prefixes of accounts that hold less (`PrefixCache.extend`).
         """
-        lease = request.held
+        lease = request.lease  # not by `held`: this is called for each request of a step
+        assert lease is not None
         missing = (request.num_planned_tokens + count - 1) // self.block_size + 1 - len(lease.block_ids)
         if missing <= 0:
             return ()
@@ -217,10 +221,12 @@ class RequestMemory:
 
     def windows_of(self, blocks: Sequence[int]) -> Sequence[int]:
         """Return the window blocks of new blocks, none for models without window blocks."""
-        return self._windows.of(blocks)
+        return () if self.needs_slots_alone else self._windows.of(blocks)
 
     def window_table(self, request: Request) -> WindowTable | None:
         """Return the table of window blocks for the request's next chunk, None for models without window blocks."""
+        if self.needs_slots_alone:
+            return None
         table = self._windows.table(request.held, request.num_planned_tokens)
         return None if table is None else WindowTable(*table)
 
