@@ -17,7 +17,7 @@ from benchmarks.token_engine import TokenEngine
 from experts.memory.file import round_to_page
 from kernels.ops import CpuOps
 from kernels.weight_formats import Arithmetic
-from moeserve.config import ServeConfig
+from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.memory_plan import plan_model, read_any_spec, rounding_of
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import layouts_in_store
@@ -97,7 +97,7 @@ def test_packed_weights_give_the_logits_of_their_values(architecture: str, tmp_p
 @pytest.mark.parametrize("architecture", ["lfm2moe", "gemma4"])
 def test_tables_and_experts_stay_in_their_blocks(architecture: str, tmp_path: Path) -> None:
     write(architecture, tmp_path, in_kinds(Kind.Q8_0))
-    decoder = load(tmp_path, "int8")
+    decoder = load(tmp_path, "exact")
     table = decoder._code.body.get_input_embeddings().weight
     assert isinstance(table, Table)
     with pytest.raises(TypeError, match="can only be looked up"):
@@ -168,3 +168,11 @@ def test_a_field_that_is_absent_has_the_value_of_llama_cpp(architecture: str, tm
         return
     with pytest.raises(UnsupportedModel, match="weights are not divided by their sum"):
         load(tmp_path / "less")
+
+
+def test_rows_stay_floats_on_transformers_code(tmp_path: Path) -> None:
+    write("lfm2moe", tmp_path, in_kinds(Kind.Q8_0))
+    folder = gguf_folder(tmp_path / "tiny.gguf", tmp_path / "cache")
+    assert not plan_model(folder, BASE).rounding.rounds_rows
+    with pytest.raises(ConfigError, match="--arithmetic int8 is for models on our own code"):
+        plan_model(folder, replace(BASE, arithmetic="int8"))

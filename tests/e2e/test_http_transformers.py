@@ -38,7 +38,7 @@ def test_a_gguf_file_on_transformers_code_is_served_from_its_blocks(tmp_path: Pa
     with service(tmp_path / "tiny.gguf", tmp_path / "run", "--max-model-len", "128") as running:
         told = running.http.get("/v1/models").json()["data"][0]["arithmetic"]
         answers = [running.http.post("/v1/completions", json=body).json() for _ in range(2)]
-    assert told == "float32, weights q8_0, activations int8 within products"
+    assert told == "float32, weights q8_0, activations exact"
     assert answers[0]["usage"]["completion_tokens"] == 8
     assert answers[1]["choices"][0]["text"] == answers[0]["choices"][0]["text"]
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

@@ -42,8 +42,7 @@ class TransformersDecoder:
     It holds weights only; the data of requests comes with each call, except for opaque layers (`LayerMemory`).
 
     step: the present step, as all parts of `code` see it. routed: by layer, the experts that our kernels compute.
-    serves_others: True if their dispatch is not that of a single rank. rounds_rows: products round their input to 8
-    bits.
+    serves_others: True if their dispatch is not that of a single rank.
     """
 
     def __init__(
@@ -58,12 +57,11 @@ class TransformersDecoder:
         dtype: torch.dtype,
         serves_others: bool,
         observers: Sequence[AnyObserver],
-        rounds_rows: bool = False,
     ) -> None:
         self.spec, self.dtype, self.max_model_len = spec, dtype, max_model_len
         self.ops, self.device = ops, ops.device
         self._code, self._step = code, step
-        self._routed, self._serves_others, self.rounds_rows = routed, serves_others, rounds_rows
+        self._routed, self._serves_others = routed, serves_others
         self._observers = observers
         for layer in self._layers():
             layer.register_forward_hook(self._observe_layer)

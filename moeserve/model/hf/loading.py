@@ -88,7 +88,6 @@ def load_transformers_decoder(
         dtype=dtype,
         serves_others=dispatch_of is not None,
         observers=observers,
-        rounds_rows=rounding.rounds_rows and not rounding.is_none,
     )
 
 
