@@ -55,7 +55,7 @@ def test_experts_with_a_limit_or_without_a_gate_compile_without_spilling():
     assert len({line.split(": ")[0] for line in compiled("activations")}) == 6
 
 
-@pytest.mark.parametrize("capability", [86, 120])
+@pytest.mark.parametrize("capability", [86, pytest.param(120, marks=pytest.mark.long)])
 def test_what_a_service_with_heads_of_128_launches_fits_cards_of_little_shared_memory(capability: int):
     assert len(compiled("heads_of_128", capability)) >= 10
 
