@@ -50,7 +50,9 @@ class Running:
 def write_record(directory: Path, url: str, model: str) -> None:
     """Note in the run directory which service this process runs."""
     record = Record(os.getpid(), url, model, time.time())
-    (directory / _RECORD).write_bytes(msgspec.json.encode(record))
+    descriptor = os.open(directory / _RECORD, os.O_WRONLY | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(record))
 
 
 def find_running(base: Path) -> list[Running]:
