@@ -380,6 +380,8 @@ class KvOracle:
                 return
             # The request ended before it was told the token that this chunk goes on with.
             tokens = tokens[: chunk.start] + chunk.token_ids
+        if POISON in held and record.request.finished:
+            return  # An earlier chunk failed while this one was in flight.
         want = [(token, position, namespace) for position, token in enumerate(tokens)]
         assert held == want, "the block table does not read back the prefix of its request"
         if chunk.window is not None:

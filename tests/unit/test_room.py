@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moeserve.plan import SamplingParams
-from moeserve.scheduling import kv_transfer, lower_tier, request_memory
+from moeserve.scheduling import arrivals, request_memory
 from moeserve.scheduling.overflow import Overflow
 from radix_cache import PrefixCache, fills
 from radix_cache.tree import RadixTree
@@ -17,7 +17,7 @@ from tests.support.kv_life import Disk, Life, ask
 from tests.support.parameters import first
 from tests.support.scheduler_simulation import Simulation
 
-LOOKERS = (lower_tier, kv_transfer, request_memory)
+LOOKERS = (arrivals, request_memory)
 
 
 class AtOnce(random.Random):

@@ -173,10 +173,10 @@ def test_nobody_waits_for_what_may_not_be_shared(prompt_logprobs: int | None) ->
 
 
 def test_nobody_waits_for_one_that_is_far_behind() -> None:
-    simulation = Simulation(num_blocks=100, block_size=4, budget=8, depth=1)
+    simulation = Simulation(num_blocks=100, block_size=4, budget=8)
     simulation.add("warm", SHARED[:41], SamplingParams(max_tokens=1))
     simulation.run()
     simulation.add("scored", SHARED, SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert planned_together(simulation) == ["scored"]
-    simulation.add("known", SHARED, SamplingParams(max_tokens=1))
+    simulation.add("known", SHARED, SamplingParams(max_tokens=1), priority=-1)
     assert planned_together(simulation) == ["known"]

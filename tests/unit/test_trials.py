@@ -9,6 +9,7 @@ from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.trials import Trial
 
 UNTIL = {"a": 4, "b": 4}
+CHUNK = Chunk("r", array("i", [1]), 0, array("i", [0]), None)
 
 
 CHUNK = Chunk("a", array("i", [1]), 0, array("i", [0]), None)
