@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,13 @@ import pytest
 from launcher.running import find_running
 from tests.support.forking import popen
 from tests.support.service import ROOT, service, wait_until
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder whose path is short enough for the sockets of a service."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="run-") as folder:
+        yield Path(folder)
 
 
 def moeserve(*arguments: str, runtime: Path, said: str = "") -> subprocess.CompletedProcess[str]:
