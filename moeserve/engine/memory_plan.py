@@ -482,7 +482,7 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
     if absence is not None:
         raise ConfigError(f"Quantised weights need the compiled kernels. {absence}")
     if not computes:
-        raise ConfigError("Quantised weights on a CPU do not multiply activations of 16 bits: leave --dtype at auto.")
+        raise ConfigError(f"Quantised weights on a CPU do not multiply rows of {config.dtype}: leave --dtype at auto.")
     return replace(rounding, narrow=narrow)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from benchmarks.token_engine import TokenEngine
+from benchmarks.token_engine import TokenEngine, advance
 from moeserve.config import ServeConfig
 from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
@@ -136,7 +136,7 @@ def _play(llm: TokenEngine, arriving: dict[str, tuple[int, _Open]]) -> None:
         for name, entry in requests.items():
             if entry.gives_up == step and not entry.ends and (ended := scheduler.abort(name)) is not None:
                 entry.ends.append(ended.finish_reason or FinishReason.ERROR)
-        outputs = llm.steps.advance()
+        outputs = advance(llm.steps, llm.masks)
         for output in outputs or ():
             entry = requests[output.request.request_id]
             if output.token_id is not None:
