@@ -275,25 +275,27 @@ def run_agent(agent: Agent, program: str, server: Server, arguments: Sequence[st
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A signal that comes while the agent starts waits until it can be passed on.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
-    try:
-        process = subprocess.Popen(command, env=environment, preexec_fn=_take_signals)
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []  # signals that came before the agent could get them
 
-        def pass_on(number: int, _: FrameType | None) -> None:
+    def pass_on(number: int, _: FrameType | None) -> None:
+        if process is None:
+            early.append(number)
+        else:
             process.send_signal(number)
 
-        for number in _PASSED_ON:
-            signal.signal(number, pass_on)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _PASSED_ON:
+        signal.signal(number, pass_on)
+    try:
+        process = subprocess.Popen(command, env=environment, preexec_fn=_take_signals)
+        for came in early:
+            process.send_signal(came)
         code = process.wait()
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         signal.signal(signal.SIGINT, before)
     return code if code >= 0 else 128 - code
 
 
 def _take_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)

@@ -204,7 +204,7 @@ def assert_whole(running: Service, seen: set[int]) -> None:
     wait_until(lambda: len(_lives(run_dir)) == 1)
     names = [path.name for path in run_dir.iterdir()]
     # The context of the life before, and no other file of it, which a frontend may yet read.
-    assert len([name for name in names if name.endswith(".json")]) <= 2, names
+    assert len([name for name in names if name.startswith("run.")]) <= 2, names
     assert shared_memory(processes_of(running)) == set()
 
 
