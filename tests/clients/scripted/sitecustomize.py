@@ -14,16 +14,17 @@ if {"launcher.frontend_main", "moeserve.frontend.prepare.text_program"} & set(sy
     from moeserve.frontend.dialects.internal import ToolChoice
     from moeserve.frontend.prepare.prepare import Preparer
 
-    _constraint = Preparer._constraint
+    _constrained = Preparer._constrained
 
-    def _scripted_constraint(self, request, prompt):
-        asked = _constraint(self, request, prompt)
+    def _scripted(self, request, prompt, eos_token_ids):
+        asked = _constrained(self, request, prompt, eos_token_ids)
         form = scripted_form(request)
         if form is None:
             return asked
-        return _constraint(self, replace(request, tool_choice=ToolChoice("none"), output_format=form), prompt)
+        free = replace(request, tool_choice=ToolChoice("none"), output_format=form)
+        return _constrained(self, free, prompt, eos_token_ids)
 
-    Preparer._constraint = _scripted_constraint
+    Preparer._constrained = _scripted
 
 if "launcher.frontend_main" in sys.orig_argv:
     from moeserve.frontend.routes.generate import GenerateRoute
