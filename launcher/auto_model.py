@@ -30,7 +30,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the model and the context of an agent fit."""
+        """True if the model and the context of an agent fit."""
         return self.choice.obstacle is None and (self.choice.kv_tokens or 0) >= TOKENS_OF_AGENTS
 
     def in_words(self) -> str:

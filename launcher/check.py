@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
 
 from launcher.gpu_choice import GpuHangs, run_probe
-from launcher.gpu_probe import Checked, Found
+from launcher.gpu_probe import Found
 from launcher.preflight import gpu_names, usable_cores
 from moeserve.config import VERSION
+from moeserve.engine.gpu_check.checked import Checked, timed
 
 if TYPE_CHECKING:
     import torch
@@ -53,22 +51,12 @@ def check() -> None:
     sys.exit(int(num_faults > 0))
 
 
-def timed(name: str, fault_of: Callable[[], str]) -> Checked:
-    """Return what a check finds. A fault of any kind is its result."""
-    began = time.monotonic()
-    try:
-        fault = fault_of()
-    except Exception as error:
-        fault = f"{type(error).__name__}: {error}"
-    return Checked(name, time.monotonic() - began, fault)
-
-
 def _alone() -> Iterator[Checked]:
     """Check the CPU, and the GPU if there is one."""
-    from moeserve.engine.gpu_check.models import CONFIGS
+    from moeserve.engine.gpu_check.models import CONFIGS, wrong_tokens
 
     for name in CONFIGS:
-        yield timed(f"CPU: tokens of a tiny {name}", partial(_tokens, name))
+        yield timed(f"CPU: tokens of a tiny {name}", partial(wrong_tokens, name, "cpu"))
     if not gpu_names():
         return
     try:
@@ -79,15 +67,6 @@ def _alone() -> Iterator[Checked]:
                 yield Checked("GPU", 0.0, line.absence)
     except GpuHangs as error:
         yield Checked("GPU", 0.0, str(error))
-
-
-def _tokens(name: str) -> str:
-    """Return why a tiny model's tokens on the CPU are not the recorded ones; empty if they are."""
-    from moeserve.engine.gpu_check.models import CONFIGS, answers, expected_tokens, write_model
-
-    with TemporaryDirectory(prefix="moeserve-check-") as folder:
-        found, expected = answers(write_model(CONFIGS[name], Path(folder) / "model"), "cpu"), expected_tokens()[name]
-    return "" if found == expected else f"tokens {found} instead of {expected}"
 
 
 def _collectives(rank: int, num_ranks: int) -> Iterator[Checked]:

@@ -17,13 +17,14 @@ import click
 
 from launcher.auto_model import TOKENS_OF_AGENTS
 from launcher.gpu_choice import GpuHangs, remember, run_probe
-from launcher.gpu_probe import Checked, Found, Line
+from launcher.gpu_probe import Found, Line
 from launcher.kv_disk import without_none
 from launcher.preflight import gpu_names, usable_cores
 from launcher.server_client import named_server_option
 from launcher.settings_options import some_settings
 from moeserve.config import ConfigError, ServeConfig, cache_root, environment_name, load_config
 from moeserve.device import RESERVE_BYTES
+from moeserve.engine.gpu_check.checked import Checked
 from moeserve.engine.kv_disk.files import disk_root
 from moeserve.model.spec import ModelError
 from moeserve.settings.quantities import parse_size, show_size

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from launcher.gpu_probe import Checked, Fit, Found, Line
+from launcher.gpu_probe import Fit, Found, Line
 from launcher.processes import child_environment
 from moeserve.config import VERSION, ServeConfig, cache_root
+from moeserve.engine.gpu_check.checked import Checked
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _REMEMBERED = "gpu-checks.json"

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.engine.gpu_check.checked import Checked
 
 
 class Found(msgspec.Struct, tag=True):
@@ -21,14 +22,6 @@ class Found(msgspec.Struct, tag=True):
 
     absence: str
     num_checks: int
-
-
-class Checked(msgspec.Struct, tag=True):
-    """See `moeserve.engine.gpu_check.check.Check`."""
-
-    name: str
-    seconds: float
-    fault: str
 
 
 class Fit(msgspec.Struct, tag=True):
@@ -59,7 +52,7 @@ def main() -> None:
         return
     if names:
         for check in run_checks():
-            _tell(Checked(check.name, check.seconds, check.fault))
+            _tell(check)
     if arguments.model is not None:
         _tell(Fit(_obstacle(arguments.model, msgspec.json.decode(arguments.settings, type=ServeConfig))))
 

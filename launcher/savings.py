@@ -1,4 +1,4 @@
-"""What the prefix cache of a server has saved, in words: for the terminal, while an agent works and at its end."""
+"""The savings of a server's prefix cache, in words: for the terminal, while an agent works and at its end."""
 
 from __future__ import annotations
 

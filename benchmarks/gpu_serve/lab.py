@@ -1,4 +1,4 @@
-"""What the stages share: sizes, folders, the environment of services, and the services that run."""
+"""The stages share this: sizes, folders, the environment of services, and the services that run."""
 
 from __future__ import annotations
 

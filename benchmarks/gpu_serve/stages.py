@@ -1,4 +1,4 @@
-"""What is found out about a GPU that serves, stage by stage; each checks what it can and says the rest in a table."""
+"""The stages of a run on a GPU that serves: each checks its part and writes its figures into a table."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def crash(lab: Lab) -> Iterator[Row]:
 
 
 def expert_memory(lab: Lab) -> Iterator[Row]:
-    """The same model with all experts on the GPU and with half of them."""
+    """Serve a model with all experts on the GPU, then with half of them, and compare the texts."""
     config = {**lab.scale.model, "num_hidden_layers": lab.scale.memory_layers}
     own = ("--device", "cuda", *lab.scale.settings, "--max-num-seqs", "4")
     half = ("--expert-memory", lab.scale.expert_memory)

@@ -1,4 +1,4 @@
-"""What the kernels ask a GPU for before they choose configurations."""
+"""The facts about a GPU from which kernels choose their configurations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _READS_TILES = (9, 10)
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessor:
-    """What a multiprocessor of a GPU allows a program.
+    """The limits of a program on one multiprocessor of a GPU.
 
     shared_bytes: the most shared memory. reads_tiles: its tensor cores take products of 64 rows or more from shared
     memory (wgmma, tcgen05); others take all operands from registers.

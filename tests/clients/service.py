@@ -109,7 +109,10 @@ def serve_demo(log: Path, clients: Iterable[str], model: Path | None = None, *se
             text=True,
         )
         try:
-            yield Service(_address(process, log), own_keys, admin_key, model or ensure_demo(), log)
+            address = _address(process, log)
+            if "Error in sitecustomize" in log.read_text():
+                raise RuntimeError("the answers are not scripted: a function that sitecustomize replaces has gone")
+            yield Service(address, own_keys, admin_key, model or ensure_demo(), log)
         finally:
             process.send_signal(signal.SIGTERM)
             try:

@@ -51,19 +51,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
         yield running
 
 
-@pytest.fixture
-def chat(browser: Browser, server: Frontend) -> Iterator[Page]:
-    """The chat page of a browser that has nothing kept. No test may leave an error in its console."""
-    server.engine.received.clear()
-    server.engine.script = say("Hello")
-    page = browser.page()
-    page.open(server.url + "/")
-    page.wait("document.querySelector('#model-name').textContent === 'tiny'")
-    yield page
-    page.serve_routes()
-    assert page.problems == []
-
-
 def mathml(page: Page, source: str) -> Any:
     """The names of a formula's nodes with their texts, None for one that is not drawn."""
     return page.evaluate(

@@ -60,19 +60,6 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
         yield running
 
 
-@pytest.fixture
-def chat(browser: Browser, server: Frontend) -> Iterator[Page]:
-    """The chat page of a browser that has nothing kept. No test may leave an error in its console."""
-    server.engine.received.clear()
-    server.engine.script = say("Hello")
-    page = browser.page()
-    page.open(server.url + "/")
-    page.wait("document.querySelector('#model-name').textContent === 'tiny'")
-    yield page
-    page.serve_routes()
-    assert page.problems == []
-
-
 def test_an_answer_comes_with_its_figures(chat: Page) -> None:
     ask(chat, "hi")
     answered(chat)

@@ -63,7 +63,7 @@ def test_wrong_numbers_other_tokens_and_faults_are_told_and_the_next_check_is_ma
 
     compared = [("norms", lambda: 0.5), ("experts", broken), ("prompts", lambda: kernels.TOLERANCE)]
     monkeypatch.setattr("moeserve.engine.gpu_check.check.comparisons", lambda _: iter(compared))
-    monkeypatch.setattr("moeserve.engine.gpu_check.check.answers", lambda *_: [[1, 2]])
+    monkeypatch.setattr("moeserve.engine.gpu_check.models.answers", lambda *_: [[1, 2]])
     other = {name: [[1, 2] if name == "gpt_oss" else [2, 1]] for name in models.CONFIGS}
     (tmp_path / "expected").write_text(json.dumps(other))
     monkeypatch.setattr(models, "EXPECTED", tmp_path / "expected")

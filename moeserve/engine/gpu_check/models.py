@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from moeserve.config import ServeConfig
@@ -62,6 +63,13 @@ def expected_tokens() -> dict[str, list[list[int]]]:
     """Return what a CPU answered to `prompts`, by model."""
     found: dict[str, list[list[int]]] = json.loads(EXPECTED.read_text())
     return found
+
+
+def wrong_tokens(name: str, device: str) -> str:
+    """Return why the tokens of the tiny model `name` are not the recorded ones; empty if they are."""
+    with TemporaryDirectory(prefix="moeserve-check-") as folder:
+        found, expected = answers(write_model(CONFIGS[name], Path(folder) / "model"), device), expected_tokens()[name]
+    return "" if found == expected else f"tokens {found} instead of {expected}"
 
 
 def write_model(config: Mapping[str, Any], folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -270,7 +271,7 @@ def error_line(error: ApiError) -> bytes:
     return error_body(error, "") + b"\n"
 
 
-class _Lines(Formatter):
+class _Lines(Formatter, ABC):
     """Writes an answer as lines of JSON, or as one object. Calls come whole, behind the text.
 
     Durations are nanoseconds of this process's clock. Of an answer in one piece nobody here sees the first token:
@@ -293,9 +294,9 @@ class _Lines(Formatter):
         self._last = Delta(0)  # calls and end
 
     @staticmethod
+    @abstractmethod
     def said(text: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the fields of a part of an answer."""
-        raise NotImplementedError
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
         if self._first is None:
