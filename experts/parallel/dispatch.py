@@ -166,9 +166,12 @@ class ExpertParallel(Generic[Experts]):
         dtype: torch.dtype,
         experts: Sequence[Experts] = (),
         activation: Activation | None = None,
+        *,
+        max_rows: int,
     ) -> dict[int, dict[str, float]]:
         """Measure the seconds that each shape takes for one layer of a step, by rows of each rank: the mean over ranks
-        of medians, of a small step and of one with a prompt.
+        of medians, of a small step and of one with a prompt. One size where `max_rows`, the rows that a step of a rank
+        may have, are no more than a small step's.
 
         experts: the local experts of each placed layer. They compute in between, one layer after another, so that
         weights come from memory and ranks wait for the slowest one, as in a step. Without them rows are only exchanged.
@@ -176,7 +179,7 @@ class ExpertParallel(Generic[Experts]):
         """
         measured = {}
         sizes = {_DECODE_ROWS: _DECODE_ROUNDS, _PROMPT_ROWS[self._collectives.device.type]: _PROMPT_ROUNDS}
-        for rows, (warm_up, rounds) in sizes.items():
+        for rows, (warm_up, rounds) in {min(rows, max_rows): rounds for rows, rounds in sizes.items()}.items():
             random = torch.Generator().manual_seed(self._collectives.rank)
             x = torch.randn((rows, hidden_size), generator=random).to(dtype)
             scores = torch.rand((rows, self._placement.num_experts), generator=random)

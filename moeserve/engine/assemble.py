@@ -22,7 +22,7 @@ from experts.routing.tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.ops import Experts, Ops
 from moeserve.config import ServeConfig
-from moeserve.device import current_gpu
+from moeserve.device import current_gpu, step_budget
 from moeserve.engine.cpu_body import CpuBody
 from moeserve.engine.experts.kept import ExpertFileWriter, KeptExperts, keep_experts
 from moeserve.engine.experts.memory import open_experts
@@ -386,7 +386,10 @@ class LoadedRank:
         # Resident experts take no part: measuring would load experts from the tier below.
         here = self._decoder.experts if self._body.resident is None else ()
         top_k, activation, hidden_size = spec.moe.gate.top_k, spec.moe.activation, spec.moe.hidden_size
-        seconds = group.experts.measure(hidden_size or spec.hidden_size, top_k, self._plan.dtype, here, activation)
+        max_rows = step_budget(self._config, group.collectives.device.type)
+        seconds = group.experts.measure(
+            hidden_size or spec.hidden_size, top_k, self._plan.dtype, here, activation, max_rows=max_rows
+        )
         choice = ShapeChoice.measured(seconds)
         if group.collectives.rank == 0:
             times = {

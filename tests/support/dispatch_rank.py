@@ -91,8 +91,9 @@ def main() -> None:
     tolerance = 1e-5 if dtype == combine_dtype == torch.float32 else 0.05
     for here in ((), own):
         for experts in ways.values():
-            seconds = experts.measure(HIDDEN, TOP_K, dtype, here, Activation())
-            assert list(seconds) == [16, 128]
+            for max_rows, sizes in ((512, [16, 128]), (40, [16, 40]), (8, [8])):
+                seconds = experts.measure(HIDDEN, TOP_K, dtype, here, Activation(), max_rows=max_rows)
+                assert list(seconds) == sizes
             assert all(set(of_shapes) == {"allgather", "alltoall", "fixed"} for of_shapes in seconds.values())
     most_rounds = 1
     of_shape: dict[tuple[str, bool], list[Tensor]] = {

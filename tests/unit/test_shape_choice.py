@@ -26,6 +26,10 @@ def test_decodes_and_prompts_take_different_shapes_if_that_is_faster() -> None:
     assert choice.shape_of([1, 41]) == "alltoall"
 
 
+def test_where_a_step_is_never_large_the_faster_shape_of_a_small_one_is_taken() -> None:
+    assert str(ShapeChoice.measured({8: {"allgather": 2.0, "alltoall": 1.0}})) == "alltoall"
+
+
 @pytest.mark.parametrize("rows", [[0, 0], [5, 1]])
 def test_a_shape_that_was_named_is_taken_whatever_the_rows(rows: list[int]) -> None:
     assert ShapeChoice.always("alltoall").shape_of(rows) == "alltoall"

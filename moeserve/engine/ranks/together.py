@@ -142,9 +142,9 @@ class ShapeChoice:
     def measured(cls, seconds: Mapping[int, Mapping[str, float]]) -> ShapeChoice:
         """Return the faster shape on each side of the size at which two straight lines cross.
 
-        seconds[rows][shape]: the time of a step with `rows` rows on each rank, for two sizes.
+        seconds[rows][shape]: the time of a step with `rows` rows on each rank, for one or two sizes.
         """
-        few, many = sorted(seconds)
+        few, many = min(seconds), max(seconds)
         small, large = (min(seconds[rows], key=seconds[rows].__getitem__) for rows in (few, many))
         if small == large:
             return cls.always(small)
