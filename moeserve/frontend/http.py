@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError, invalid
@@ -177,6 +178,23 @@ def held_json(scope: Scope, body: bytes) -> Response:
     """Return a long answer, which counts as held until its client has read it. Raise ApiError (503)."""
     hold_of(scope).grow(len(body))
     return json_bytes(body)
+
+
+def in_pieces(media_type: bytes, num_bytes: int, pieces: AsyncGenerator[bytes]) -> ASGIApp:
+    """Return an answer of `num_bytes` whose pieces are read as its client takes them: it is never held whole."""
+
+    async def send_all(send: Send) -> None:
+        headers = [(b"content-type", media_type), (b"content-length", str(num_bytes).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with aclosing(pieces):
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def answer(_: Scope, receive: Receive, send: Send) -> None:
+        await until_disconnect(receive, send_all(send))
+
+    return answer
 
 
 class PatientSend:

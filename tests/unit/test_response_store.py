@@ -85,6 +85,22 @@ def test_an_item_is_found_by_its_id(shelf: MakeShelf) -> None:
     assert list(items) == [item_id]
 
 
+@pytest.mark.parametrize("size", [1, 7, 64, 100_000])
+def test_a_response_is_read_in_parts_of_bounded_size_by_its_caller_alone(shelf: MakeShelf, size: int) -> None:
+    put(shelf(), "a", size=300)
+    expected = kept("a", size=300).response
+    assert responses.shown_size(shelf(), name_of("a")) == len(expected)
+    read, part = b"", b"."
+    while len(read) < len(expected):
+        part = responses.shown_part(shelf(), name_of("a"), len(read), size)
+        assert 0 < len(part) <= max(size, len(b',"output":'))
+        read += part
+    assert read == expected
+    stranger = shelf(b"stranger")
+    assert responses.shown_size(stranger, name_of("a")) is None
+    assert responses.shown_part(stranger, name_of("a"), 0, size) == b""
+
+
 def test_the_least_recently_used_response_leaves_first(tmp_path: Path) -> None:
     with shelves(tmp_path, Bounds(3000, 1e9)) as shelf:
         put(shelf(), "a")

@@ -33,6 +33,7 @@ from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import PromptProgress
 
 _LAST_NUMBER = 2**31 - 1
+OUTPUT_FOLLOWS = b',"output":'  # stands behind a response's head without its last brace
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class KeptResponse:
 
     @property
     def response(self) -> bytes:
-        return b'%b,"output":%b}' % (self.head[:-1], self.output)
+        return self.head[:-1] + OUTPUT_FOLLOWS + self.output + b"}"
 
 
 def error_event(error: ApiError) -> bytes:

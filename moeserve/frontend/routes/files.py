@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError, invalid, unavailable
-from moeserve.frontend.http import body_chunks, json_bytes, until_disconnect
+from moeserve.frontend.http import body_chunks, in_pieces, json_bytes
 from moeserve.frontend.keys import caller_of
 from moeserve.frontend.listing import Listed, list_of, read_page
 from moeserve.frontend.routes.forms import Field, boundary_of, read_form
@@ -55,22 +55,18 @@ class FileRoutes:
     async def content(self, request: Request) -> ASGIApp:
         found, caller = await self._find(request), caller_of(request.scope)
 
-        async def send_all(send: Send) -> None:
-            length = str(found.num_bytes).encode()
-            headers = [(b"content-type", b"application/octet-stream"), (b"content-length", length)]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            piece, place = b".", 0
-            while piece:
+        async def pieces() -> AsyncGenerator[bytes]:
+            place = 0
+            while True:
                 read = await self._store.read(caller, partial(files.next_pieces, file_id=found.file_id, place=place))
                 if read is None:
                     raise no_file(found.file_id)
                 piece, place = read
-                await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
+                if not piece:
+                    return
+                yield piece
 
-        async def answer(_: Scope, receive: Receive, send: Send) -> None:
-            await until_disconnect(receive, send_all(send))
-
-        return answer
+        return in_pieces(b"application/octet-stream", found.num_bytes, pieces())
 
     async def _find(self, request: Request) -> StoredFile:
         file_id = _file_id(request)

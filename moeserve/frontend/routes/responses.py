@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from functools import partial
 
 import msgspec
@@ -12,13 +13,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moeserve.frontend.dialects import responses_answer
 from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses import Checked, conversation_not_found
-from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
+from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX
 from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.held import hold_of
-from moeserve.frontend.http import held_json, json_bytes
+from moeserve.frontend.http import held_json, in_pieces, json_bytes
 from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import Jobs, JobView
+from moeserve.frontend.jobs.recording import PIECE_BYTES
 from moeserve.frontend.keys import caller_of
 from moeserve.frontend.listing import Listed, list_of, read_page
 from moeserve.frontend.prepare.messages import Body, Kind, expect
@@ -81,25 +83,25 @@ class KeptResponseRoutes:
         if request.query_params.get("stream", "false") == "false":
             if after is not None:
                 raise invalid("`starting_after` goes with `stream=true`", "starting_after")
-            return held_json(request.scope, (await self._find(request)).response)
+            return await self._show(request)
         if after is not None and not after.isdecimal():
             raise invalid("`starting_after` must be the number of an event", "starting_after")
         return await self._events(request, -1 if after is None else int(after[:9]))
 
-    async def cancel(self, request: Request) -> Response:
+    async def cancel(self, request: Request) -> ASGIApp:
         """End a response in the background; answer with it, also where it had ended before."""
         job = await self._background_job(request)
         if job is None:
-            await self._find(request)
+            await self._check_kept(request)
             raise invalid("Only a response that was made with `background` can be cancelled", "response_id")
         await self._jobs.cancel(job)
-        return held_json(request.scope, (await self._find(request)).response)
+        return await self._show(request)
 
     async def _events(self, request: Request, after: int) -> ASGIApp:
         """Return the events of a response behind that number, as an answer."""
         job = await self._background_job(request)
         if job is None:
-            await self._find(request)
+            await self._check_kept(request)
             raise invalid("Only a response that was made with `background` can be streamed again", "stream")
         view = JobView(self._services, self._jobs, job, hold_of(request.scope))
 
@@ -127,20 +129,38 @@ class KeptResponseRoutes:
             raise _not_found(response_id)
         return list_of(request.scope, listed)
 
-    async def _find(self, request: Request) -> KeptResponse:
-        """Return the response that the path names, and note its use."""
+    async def _show(self, request: Request) -> ASGIApp:
+        """Answer with the response that the path names: a kept one piece by piece, a running one as it stands now."""
         response_id, caller = _response_id(request), caller_of(request.scope)
-        kept, is_stale = await self._store.read(
-            caller, lambda shelf: (responses.find(shelf, response_id), shelf.is_stale(response_id))
+        size, is_stale = await self._store.read(
+            caller, lambda shelf: (responses.shown_size(shelf, response_id), shelf.is_stale(response_id))
         )
-        if kept is None:
+        if size is None:
             job = await self._background_job(request)
             if job is None:
                 raise _not_found(response_id)
-            return await JobView(self._services, self._jobs, job, hold_of(request.scope)).response()
+            view = JobView(self._services, self._jobs, job, hold_of(request.scope))
+            return held_json(request.scope, (await view.response()).response)
         if is_stale:
             await self._store.write(caller, lambda shelf: shelf.touch([response_id]))
-        return kept
+
+        async def pieces() -> AsyncGenerator[bytes]:
+            start = 0
+            while start < size:
+                read = partial(responses.shown_part, response_id=response_id, start=start, size=PIECE_BYTES)
+                piece = await self._store.read(caller, read)
+                if not piece:
+                    raise _not_found(response_id)
+                start += len(piece)
+                yield piece
+
+        return in_pieces(b"application/json", size, pieces())
+
+    async def _check_kept(self, request: Request) -> None:
+        """Raise ApiError (404) where the caller keeps no response that the path names."""
+        response_id = _response_id(request)
+        if not await self._store.read(caller_of(request.scope), lambda shelf: shelf.has(response_id)):
+            raise _not_found(response_id)
 
 
 def _response_id(request: Request) -> str:

@@ -73,9 +73,9 @@ def finish(shelf: Shelf, answer_id: str, headers: bytes, body: bytes) -> None:
 
 def read(shelf: Shelf, answer_id: str, start: int, size: int) -> bytes:
     """Return a part of the body of a whole answer; nothing where it was dropped."""
-    query = "SELECT substr(body, ?, ?) FROM idempotency WHERE id = ? AND caller = ? AND body IS NOT NULL"
-    row = shelf.db.execute(query, (start + 1, size, answer_id, shelf.caller)).fetchone()
-    return b"" if row is None else bytes(row[0])
+    query = "SELECT rowid FROM idempotency WHERE id = ? AND caller = ? AND body IS NOT NULL"
+    row = shelf.db.execute(query, (answer_id, shelf.caller)).fetchone()
+    return b"" if row is None else shelf.part("idempotency", "body", row[0], start, size)
 
 
 def key_of_another() -> ApiError:

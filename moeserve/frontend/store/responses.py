@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects.responses_answer import KeptResponse
+from moeserve.frontend.dialects.responses_answer import OUTPUT_FOLLOWS, KeptResponse
 from moeserve.frontend.dialects.responses_items import (
     Earlier,
     Named,
@@ -113,6 +113,31 @@ def find(shelf: Shelf, response_id: str) -> KeptResponse | None:
     query = "SELECT head, output FROM responses JOIN kept USING (id) WHERE id = ? AND caller = ? AND NOT hidden"
     row = shelf.db.execute(query, (response_id, shelf.caller)).fetchone()
     return None if row is None else KeptResponse(response_id, bytes(row[0]), bytes(row[1]), b"[]")
+
+
+def shown_size(shelf: Shelf, response_id: str) -> int | None:
+    """Return the bytes of a response of the caller's as clients see it; None for an unknown one."""
+    query = f"""SELECT length(head) + length(output) + {len(OUTPUT_FOLLOWS)} FROM responses JOIN kept USING (id)
+                WHERE id = ? AND caller = ? AND NOT hidden"""
+    row = shelf.db.execute(query, (response_id, shelf.caller)).fetchone()
+    return None if row is None else int(row[0])
+
+
+def shown_part(shelf: Shelf, response_id: str, start: int, size: int) -> bytes:
+    """Return bytes of a response as clients see it from `start` on: at most `size`, one at least. Nothing where it was
+    dropped."""
+    query = """SELECT responses.rowid, length(head) - 1, length(output) FROM responses JOIN kept USING (id)
+               WHERE id = ? AND caller = ? AND NOT hidden"""
+    row = shelf.db.execute(query, (response_id, shelf.caller)).fetchone()
+    if row is None:
+        return b""
+    number, head_size, output_size = row
+    if start < head_size:
+        return shelf.part("responses", "head", number, start, min(size, head_size - start))
+    start -= head_size + len(OUTPUT_FOLLOWS)
+    if start < 0:
+        return OUTPUT_FOLLOWS[start:]
+    return shelf.part("responses", "output", number, start, size) if start < output_size else b"}"
 
 
 def input_page(shelf: Shelf, response_id: str, page: Page) -> Listed | None:

@@ -111,6 +111,12 @@ class Shelf:
         if row is not None and num_bytes > 0:
             self._make_room(name, bytes(row[0]), num_bytes, is_busy=bool(row[1]))
 
+    def part(self, table: str, column: str, row: int, start: int, size: int) -> bytes:
+        """Return bytes of a column's value, from `start` on, without reading the value whole. row: its rowid."""
+        with self.db.blobopen(table, column, row, readonly=True) as value:
+            value.seek(start)
+            return value.read(size)
+
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Undo the block's part of the transaction where it raises NoRoom."""
