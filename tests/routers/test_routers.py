@@ -184,7 +184,9 @@ def test_streams_behind_vllm_router_survive_their_replica(model: Path, tmp_path:
         assert any(client.broken for client in clients)
         for number, client in enumerate(clients):
             text = "".join(client.pieces)
-            assert (len(client.ids), client.tokens) == (1, NUM_TOKENS)
+            assert client.tokens == NUM_TOKENS
+            # An answer that died with its service begins anew.
+            assert len(client.ids) <= (2 if client.broken else 1)
             assert text.startswith("".join(client.broken))
             body = body_of(number, prompt=prompt_of_stream(number), max_tokens=NUM_TOKENS)
             assert survivor.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
