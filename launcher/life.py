@@ -36,6 +36,7 @@ class Life:
     code: int | None = None
     was_killed: bool = False
     was_stopped: bool = False
+    num_reports: int = 0
     starting: list[asyncio.Task[None]] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -43,6 +44,9 @@ class Life:
         self.serves_since = time.monotonic()
         for task in self.starting:
             task.cancel()
+
+    def count_report(self) -> None:
+        self.num_reports += 1
 
     def record_end(self, code: int | None) -> None:
         if not self.was_killed and self.code is None:

@@ -36,6 +36,7 @@ _WORKER = "model process"
 UNENDING = (signal.SIGHUP, signal.SIGUSR1)  # signals that end nothing
 # A restart may take at most this many times the seconds of the first start, or of finding a hang if that is longer.
 _START_PATIENCE = 5.0
+_SILENT_SLICES = 20  # looks at the first start within the time in which it has to report something
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class Grace:
     falling_asleep: float = 15.0  # end when the service falls asleep
     at_once: float = 1.5  # end without a drain
     http_ready: float = 30.0  # answer HTTP for the first time
+    reporting: float = 1800.0  # report something of the first start: a large file is read for minutes in between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +203,7 @@ class Supervisor:
             self._context.shared_metrics.mkdir(mode=0o700)
         try:
             self._worker = self._start_worker()
+            self._worker.starting.append(self._spawn(self._await_report(self._worker)))
             for name in self._frontend_names:
                 self._start_frontend(name)
             while self._lives or self._due:
@@ -295,6 +298,18 @@ class Supervisor:
     async def _await_stop(self, life: Life) -> None:
         why = await wait_for_stop(life.child.pid, self._context.config.engine_timeout)
         self._events.put_nowait(_Stuck(life, f"{subject(life.child.name)} hung at its start ({why}) and was ended."))
+
+    async def _await_report(self, life: Life) -> None:
+        """End a first start that has reported nothing for too long: a kernel may hang, or a disk."""
+        limit = self._grace.reporting
+        looked, silent = life.num_reports, 0.0
+        # Slices, so that the time in which this process was stopped does not count.
+        while silent < limit:
+            await asyncio.sleep(limit / _SILENT_SLICES)
+            silent = silent + limit / _SILENT_SLICES if life.num_reports == looked else 0.0
+            looked = life.num_reports
+        sentence = f"hung at its start (nothing reported for {limit:g} s) and was ended."
+        self._events.put_nowait(_Stuck(life, f"{subject(life.child.name)} {sentence}"))
 
     async def _await_http(self, life: Life) -> None:
         await asyncio.sleep(self._grace.http_ready)
@@ -418,6 +433,7 @@ class Supervisor:
             self._tell.ready(self._ready)
 
     def _on_status(self, life: Life, status: Status) -> None:
+        life.count_report()
         match status:
             case Loading() if self._ready is None:
                 self._tell.loading(status)

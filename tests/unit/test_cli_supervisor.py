@@ -243,6 +243,13 @@ def test_a_killed_supervisor_leaves_nothing(serve, manner):
     wait_until_empty(service.run_root)
 
 
+def test_a_first_start_that_reports_nothing_more_is_ended(start):
+    service = start(STANDIN_WORKER="loads for ever", STANDIN_REPORTING="1")
+    service.wait_for("loading 1 2")
+    assert "hung at its start (nothing reported for 1 s) and was ended" in service.wait_for("failed")
+    service.check_end(1)
+
+
 def test_a_supervisor_killed_while_it_loads_leaves_nothing(start):
     service = start(STANDIN_WORKER="loads for ever")
     service.wait_for("loading 1 2")

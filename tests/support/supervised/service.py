@@ -24,6 +24,7 @@ def say(*words: object) -> None:
 def main() -> int:
     max_restarts = int(os.environ.get("STANDIN_RESTARTS", "0"))
     http_ready = float(os.environ.get("STANDIN_HTTP_READY", "30"))
+    reporting = float(os.environ.get("STANDIN_REPORTING", "1800"))
     num_frontends = int(os.environ.get("STANDIN_FRONTENDS", "1"))
     config = ServeConfig(
         port=0,
@@ -55,7 +56,9 @@ def main() -> int:
                 state=lambda sentence: say("state", sentence),
                 beating=lambda: say("beating"),
             ),
-            grace=replace(Grace(), telling=0.3, after_failure=0.3, at_once=0.3, http_ready=http_ready),
+            grace=replace(
+                Grace(), telling=0.3, after_failure=0.3, at_once=0.3, http_ready=http_ready, reporting=reporting
+            ),
             worker_module="tests.support.supervised.worker",
             frontend_module="tests.support.supervised.frontend",
         )
