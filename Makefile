@@ -9,6 +9,7 @@
 # make gpu-test [TESTS=...] | gpu-bench | gpu-decode              kernels' tests, kernels, decode steps: ten minutes each
 # make gpu-serve [ONLY="start load"]                             on a GPU: a service, right and fast, within nine minutes
 # make venv                                                      just installs; .venv/bin/moeserve is the command then
+# sudo make install MODEL=owner/name:Q4_K_M [PREFIX=...]         a systemd service, settings and keys in /etc/moeserve; again: an upgrade
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -36,7 +37,10 @@ FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 export PYTHONDONTWRITEBYTECODE :=
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv quick test checks lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long emulator test-long kernels-long gpu gpu-test gpu-bench gpu-decode gpu-serve clean
+.PHONY: serve venv install quick test checks lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long emulator test-long kernels-long gpu gpu-test gpu-bench gpu-decode gpu-serve clean
+
+RIGHT_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "moeserve needs Python 3.11 or newer: make PYTHON=python3.11" >&2; exit 1; }
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(if $(DEMO),demo-$(DEMO),$(MODEL)) $(ARGS)
@@ -44,8 +48,7 @@ serve: venv
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt constraints-cuda.txt requirements-demo.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "moeserve needs Python 3.11 or newer: make PYTHON=python3.11" >&2; exit 1; }
+	@$(RIGHT_PYTHON)
 	@echo "Installing into $(VENV): about 2.4 GB with the CPU build of torch, more with CUDA."
 	@if command -v uv >/dev/null; then \
 	  test -x $(RUN) || uv venv --python $(PYTHON) $(VENV); \
@@ -64,6 +67,27 @@ $(STAMP): pyproject.toml constraints.txt constraints-cuda.txt requirements-demo.
 	$$install --constraint $$constraints --group dev --group e2e $(TORCH_REQUIREMENT_$(TORCH)) --editable .; \
 	$$install --no-deps --requirement requirements-demo.txt
 	@touch $@
+
+# A service of this machine for systemd. What an operator may have changed, settings and keys, stays as it is.
+PREFIX ?= /opt/moeserve
+install:
+	@$(RIGHT_PYTHON)
+	@test -n "$(MODEL)" -o -e $(DESTDIR)/etc/moeserve/moeserve.toml || \
+	  { echo "Name the model that is served: sudo make install MODEL=owner/name:Q4_K_M" >&2; exit 1; }
+	@echo "Installing into $(PREFIX): about 2.4 GB with the CPU build of torch, more with CUDA."
+	@set -e; root=$(DESTDIR)$(PREFIX) etc=$(DESTDIR)/etc; \
+	$(PYTHON) -m venv $$root/.venv; rm -rf build; \
+	$$root/.venv/bin/pip install --progress-bar=off --constraint constraints.txt $(TORCH_REQUIREMENT_$(TORCH)) .; \
+	install -D -m 644 examples/moeserve.service $$etc/systemd/system/moeserve.service; \
+	sed -i 's|/opt/moeserve/|$(PREFIX)/|' $$etc/systemd/system/moeserve.service; \
+	if ! test -e $$etc/moeserve/moeserve.toml; then \
+	  install -D -m 644 examples/moeserve.toml $$etc/moeserve/moeserve.toml; \
+	  sed -i 's|^# model = .*|model = "$(MODEL)"|' $$etc/moeserve/moeserve.toml; \
+	fi; \
+	test -e $$etc/moeserve/keys || install -m 600 /dev/null $$etc/moeserve/keys; \
+	install -d $(DESTDIR)/usr/local/bin && ln -sf $(PREFIX)/.venv/bin/moeserve $(DESTDIR)/usr/local/bin/moeserve; \
+	if test -z "$(DESTDIR)"; then systemctl daemon-reload; fi
+	@echo "Next: keys in /etc/moeserve/keys (moeserve key new NAME...), then systemctl enable --now moeserve."
 
 # Torch-free tests but the slow ones; beside them, in a process that imports torch, ranks and one model that generates,
 # which is busy where others wait.

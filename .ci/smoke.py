@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 
@@ -15,7 +16,9 @@ LIMIT = 300
 
 def main(moeserve: str) -> None:
     begin = time.monotonic()
-    service = subprocess.Popen([moeserve, "serve", "--port", "0"], stdout=subprocess.PIPE, text=True)
+    kv = tempfile.TemporaryDirectory()
+    command = [moeserve, "serve", "--port", "0", "--kv-disk-path", kv.name]
+    service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         url = wait_for_url(service)
         print(f"ready after {time.monotonic() - begin:.1f} s")
@@ -32,6 +35,8 @@ def main(moeserve: str) -> None:
         assert code == 0, f"exit code {code}"
     finally:
         service.kill()
+        service.wait()
+        kv.cleanup()
 
 
 def wait_for_url(service: subprocess.Popen[str]) -> str:

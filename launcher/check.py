@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from launcher.doctor import doctor
 from launcher.gpu_choice import GpuHangs, run_probe
 from launcher.gpu_probe import Found
 from launcher.preflight import gpu_names, usable_cores
-from moeserve.config import VERSION
+from launcher.settings_options import some_settings
+from moeserve.config import VERSION, ConfigError, load_config
 from moeserve.engine.gpu_check.checked import Checked, timed
 
 if TYPE_CHECKING:
@@ -26,14 +29,40 @@ _NUM_VALUES = 4096  # of each message between ranks
 
 
 @click.command()
-def check() -> None:
+@click.argument("model", required=False)
+@some_settings("device", "expert_parallel_size")
+@click.pass_context
+def check(ctx: click.Context, /, model: str | None, **flags: Any) -> None:
     """Check what this machine computes, and print a report.
 
-    On the CPU, tiny models against recorded tokens; on a GPU, its kernels against their references too. Under torchrun
-    (`torchrun --nproc-per-node 2 -m launcher.check`) the collectives between ranks. Exit code 1 if a check fails.
+    On the CPU, tiny models against recorded tokens; on a GPU, its kernels against their references too. With
+    --expert-parallel-size the messages between that number of ranks, which torchrun starts here. With MODEL first what
+    `moeserve doctor` says of it. Exit code 1 if a check fails or MODEL cannot be served.
+
+    On several machines torchrun starts the ranks: `torchrun --nnodes ... -m launcher.check` checks their messages.
     """
     rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    checks = _collectives(rank, num_ranks) if num_ranks > 1 else _alone()
+    if num_ranks > 1:
+        sys.exit(_report(_collectives(rank, num_ranks), rank, f"rank {rank}: "))
+    if model is not None:
+        ctx.invoke(doctor, model=model, **flags)
+        click.echo()
+    try:
+        num_wanted = load_config(flags, {}).expert_parallel_size
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+    code = _report(_alone(), 0, "")
+    if num_wanted > 1:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_wanted)]
+        code |= int(subprocess.run([*torchrun, "-m", "launcher.check"], check=False).returncode != 0)
+    if model is not None and not code:
+        given = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items() if value is not None]
+        click.echo(" ".join(("Start it: moeserve serve", model, *given)))
+    sys.exit(code)
+
+
+def _report(checks: Iterable[Checked], rank: int, of_rank: str) -> int:
+    """Print the versions and each check; return the exit code. Ranks but the first print their faults alone."""
     if rank == 0:
         libraries = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
         click.echo(f"moeserve {VERSION}, {libraries}, Python {platform.python_version()}")
@@ -43,12 +72,11 @@ def check() -> None:
     for one in checks:
         told.append(one)
         if rank == 0 or one.fault:
-            of_rank = f"rank {rank}: " if num_ranks > 1 else ""
             click.echo(f"  {of_rank}{one.name:<40} {one.seconds:6.1f} s  {one.fault or 'passed'}")
     num_faults = sum(bool(one.fault) for one in told)
     if rank == 0:
         click.echo(f"{len(told) - num_faults} of {len(told)} checks passed.")
-    sys.exit(int(num_faults > 0))
+    return int(num_faults > 0)
 
 
 def _alone() -> Iterator[Checked]:

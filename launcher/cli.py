@@ -58,7 +58,7 @@ class LazyGroup(click.Group):
         "run-batch": ("launcher.run_batch:run_batch", "Answer a file of requests."),
         "bench": ("launcher.cli:bench", "Measure servers, and weights of fewer bits."),
         "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),
-        "experts": ("launcher.cli:experts", "Record, draw and foresee where tokens meet their experts."),
+        "experts": ("launcher.cli:experts", "Record and plot expert routing; fit predictors of it."),
         "cache": ("launcher.cli:cache", "See, check and empty a folder of KV or of expert files."),
         "doctor": ("launcher.doctor:doctor", "Say what a model is, what fits into this machine, and with which flags."),
         "key": ("launcher.cli:key", "Make keys for the people who use a server."),
@@ -96,7 +96,7 @@ def bench() -> None:
     },
 )
 def experts() -> None:
-    """Record, draw and foresee where tokens meet their experts."""
+    """Record and plot expert routing; fit predictors of it."""
 
 
 @click.group(

@@ -12,19 +12,20 @@ from moeserve.frontend.key_file import ROLES, USER, new_line
 
 
 @click.command()
-@click.argument("name")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option("--role", type=click.Choice(ROLES), default=USER, show_default=True, help="What the key opens.")
 @click.option("--weight", help="Part among the keys that have requests; 1 unless given.")
 @click.option("--tokens", help="Tokens of prompts and answers in a day, like 5M/day.")
 @click.option("--requests", help="Requests that may begin in a minute, like 60/min.")
-def new(name: str, role: str, **words: Any) -> None:
-    """Print the line of a new key for NAME: `moeserve key new alice >> keys`.
+def new(names: tuple[str, ...], role: str, **words: Any) -> None:
+    """Print a line with a new key for each NAME: `moeserve key new alice bob >> keys`.
 
-    A running service reads the file again by itself. The key is in this line alone: give it to its owner from there.
+    A running service reads the file again by itself. A key is in its line alone: give it to its owner from there.
     """
+    given = [(word, value) for word, value in words.items() if value is not None]
     try:
-        line = new_line(name, role, [(word, value) for word, value in words.items() if value is not None])
+        lines = [new_line(name, role, given) for name in names]
     except ConfigError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
-    click.echo(line)
+    click.echo("\n".join(lines))

@@ -43,6 +43,16 @@ _NO_SERVER = (
 )
 
 
+class _AgentName(click.Choice[str]):
+    """The name of an agent; an option in its place is taken for a setting of `moeserve serve`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and value.startswith("--"):
+            name = value.partition("=")[0].removeprefix("--")
+            self.fail(f"{value} is no option here: --set {name}=VALUE gives a setting to a service that is started.")
+        return super().convert(value, param, ctx)
+
+
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @optional_server_option
 @click.option("--serve", "model", metavar="MODEL|auto|demo", help="Model of a service that is started here.")
@@ -52,7 +62,7 @@ _NO_SERVER = (
 @click.option("--print", "prints", is_flag=True, help="Print the environment, for a shell's `eval`; start nothing.")
 @click.option("--config-only", is_flag=True, help="Print command and environment as JSON; start nothing.")
 @click.option("--api-key", envvar="MOESERVE_API_KEY", help="Key of the server. [MOESERVE_API_KEY]")
-@click.argument("agent", metavar="AGENT", type=click.Choice(list(AGENTS)))
+@click.argument("agent", metavar="AGENT", type=_AgentName(list(AGENTS)))
 @click.argument("arguments", metavar="[ARGUMENTS OF THE AGENT]...", nargs=-1, type=click.UNPROCESSED)
 def launch(
     url: str | None,

@@ -7,18 +7,23 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from math import ceil
 from pathlib import Path
 
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
-from moeserve.engine.experts.settings import check_experts
+from moeserve.engine.experts.settings import check_experts, plan_placement
 from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
 from moeserve.engine.ranks.settings import check_pipeline
 from moeserve.frontend.keys import load_keys as load_api_keys
 from moeserve.frontend.limits import connections_within
 from moeserve.frontend.routes.cache import load_public_prefixes
+from moeserve.model.families import build_spec
+from moeserve.model.families import load_config as load_model_config
+from moeserve.model.spec import ModelError
 from moeserve.settings.kv_events import parse_kv_events
 
 # A streamed token takes some 50 µs of an HTTP process (docs/benchmarks/service.md); the engine's threads take the other
@@ -29,6 +34,7 @@ _MOST_FRONTENDS = 8
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
+_SHORT_SLEEP_S = 60.0  # s; a shorter --sleep-after is taken for one that forgot its unit
 # A service of one rank starts with 40.
 _LEAST_OPEN_FILES = 64
 _FOR_SEVERAL_RANKS = ("dispatch", "combine_dtype", "placement", "num_redundant_experts", "rebalance_interval")
@@ -52,16 +58,22 @@ def check_machine() -> None:
         )
 
 
-def fewer_connections(config: ServeConfig) -> str | None:
-    """Return a sentence if the limit of open files does not allow the connections of `--max-connections`, else None."""
+def odd_settings(config: ServeConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that is served and hardly meant, or that the machine does not allow."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = connections_within(limit, config.max_connections)
-    if most == config.max_connections:
-        return None
-    return (
-        f"--max-connections is lowered from {config.max_connections} to {most}: "
-        f"a process may open only {limit} files here (ulimit -Hn)."
-    )
+    if most != config.max_connections:
+        yield (
+            f"--max-connections is lowered from {config.max_connections} to {most}: "
+            f"a process may open only {limit} files here (ulimit -Hn)."
+        )
+    if config.threads > (cores := usable_cores()):
+        yield f"--threads {config.threads} is more than the {cores} cores that this process may use, and so is slower."
+    if config.sleep_after is not None and config.sleep_after < _SHORT_SLEEP_S:
+        yield (
+            f"--sleep-after {config.sleep_after:g} is in seconds: the model is loaded anew after each pause of that "
+            "length; 15m is minutes."
+        )
 
 
 def check_all(config: ServeConfig) -> None:
@@ -97,6 +109,14 @@ def check_settings(config: ServeConfig) -> None:
         )
 
 
+def check_shares(folder: Path, config: ServeConfig) -> None:
+    """Raise ConfigError where the experts of the model in a folder cannot be shared among the ranks."""
+    if config.expert_parallel_size == 1 or config.model_impl == "transformers":
+        return
+    with suppress(ModelError):  # of a type on transformers' code, or one that is refused once it is loaded
+        plan_placement(folder, build_spec(load_model_config(folder)), config)
+
+
 def check_nodes(config: ServeConfig) -> None:
     """Raise ConfigError for settings of several nodes that are missing, wrong, or given for one node."""
     if config.nnodes == 1:
@@ -104,6 +124,11 @@ def check_nodes(config: ServeConfig) -> None:
             if getattr(config, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is for several nodes: give --nnodes too.")
         return
+    if config.num_ranks == 1:
+        raise ConfigError(
+            f"--nnodes {config.nnodes} needs --expert-parallel-size or --pipeline-parallel-size: each node has a rank "
+            "or several."
+        )
     if config.num_ranks % config.nnodes:
         way = "expert" if config.pipeline_parallel_size == 1 else "pipeline"
         raise ConfigError(

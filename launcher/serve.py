@@ -29,10 +29,11 @@ from launcher.preflight import (
     LaunchError,
     check_all,
     check_machine,
-    fewer_connections,
+    check_shares,
     frontends_for,
     gpu_names,
     is_loopback,
+    odd_settings,
     open_listener,
     reachable_address,
     url,
@@ -110,13 +111,14 @@ def run_first_node(
     _exit_on_signals()
     if not is_loopback(config.host) and not (config.api_key or config.api_key_file):
         say(errors, "Warning", f"{config.host} is reachable from other machines and no API key is set (--api-key).")
-    if sentence := fewer_connections(config):
+    for sentence in odd_settings(config):
         say(errors, "Notice", sentence)
     with open_listener(config.host, config.port) as listener:
         address = reachable_address(listener)
         progress = ProgressDisplay(errors)
         with closing(progress):
             model_dir = resolve(config, progress.update)
+            check_shares(model_dir, config)
             if config.device == "auto" and on_gpu is not None:
                 config = _on_chosen_device(config, on_gpu, model_dir, progress, errors)
         if not config.num_frontends:

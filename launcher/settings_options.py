@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from moeserve.config import ServeConfig, environment_name, flag_name, value_type
-from moeserve.settings.quantities import parse_size
+from moeserve.settings.quantities import exact_size, parse_size
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENT = "model"
@@ -194,6 +194,8 @@ def _default_note(setting: Field[Any]) -> str:
     if setting.default is None:
         return ""
     shown = {True: "on", False: "off"}.get(setting.default) if isinstance(setting.default, bool) else setting.default
+    if setting.metadata.get("parse") is parse_size:
+        shown = exact_size(getattr(ServeConfig, setting.name))
     on_gpu = f"; {setting.metadata['on_gpu']} on a GPU" if "on_gpu" in setting.metadata else ""
     return f" (default: {shown}{on_gpu})"
 

@@ -29,7 +29,7 @@ _WIDEST_LINE = 60
 @click.command()
 @server_option
 @click.option("--api-key", envvar="MOESERVE_API_KEY", help="A key with the role metrics or admin. [MOESERVE_API_KEY]")
-@click.option("--once", is_flag=True, help="Print the figures once. So it is where the output is no terminal.")
+@click.option("--once", is_flag=True, help="Print once and exit (the default when piped).")
 def top(url: str, api_key: str | None, once: bool) -> None:
     """Watch a running server: requests, throughput, latencies, KV memory, experts. Ctrl-C ends."""
     console = Console(highlight=False)

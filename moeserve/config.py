@@ -25,7 +25,7 @@ from moeserve.settings.drafts import parse_speculative
 from moeserve.settings.generation import parse_effort_budgets, parse_generation
 from moeserve.settings.kv_events import parse_kv_events
 from moeserve.settings.layers import parse_layers
-from moeserve.settings.models import read_model
+from moeserve.settings.models import read_model, refuse_gguf_kind
 from moeserve.settings.quantities import parse_duration, parse_limits, parse_size
 
 # The packaging reads it too. Skip versions 0.18.2 to 0.19: with such a version transformers mistakes the distribution
@@ -207,8 +207,8 @@ class ServeConfig:
     )
     dtype: str = _model(
         "auto",
-        "Weights and activations; auto is float32 on a CPU and bfloat16 on a GPU. On a CPU bfloat16 is for products "
-        "alone.",
+        "Weights and activations; auto is float32 on a CPU and bfloat16 on a GPU. On a CPU bfloat16 rounds matrix "
+        "products only; the rest stays float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     model_impl: str = _model(
@@ -222,6 +222,7 @@ class ServeConfig:
         "How all weights are kept on a CPU, rounded in groups of 32 while they are loaded; none is as in the "
         "checkpoint. With int4 some matrices have 6 or 8 bits.",
         choices=("none", "int8", "int4"),
+        check=refuse_gguf_kind,
     )
     arithmetic: str = _model(
         "auto",
@@ -234,6 +235,7 @@ class ServeConfig:
         "How the weights of the experts are kept, rounded while they are loaded: none is --quantization, or --dtype on "
         "a GPU; fp8 is for a GPU.",
         choices=("none", "int8", "fp8", "int4"),
+        check=refuse_gguf_kind,
     )
     threads: int = _model(0, "Threads of each rank; 0 shares out all cores this process may use.", minimum=0)
     max_model_len: int | None = _model(None, "Longest prompt plus output, in tokens.", minimum=1)
@@ -373,9 +375,8 @@ class ServeConfig:
     )
     kv_overflow: str = _memory(
         "auto",
-        "How preempted requests get KV back that had to leave memory: recompute, swap (read it from --kv-disk-path or "
-        "--kv-host-memory), or auto, which takes the faster way by its measurements; without either of them all is "
-        "computed again.",
+        "What happens to a request's KV when memory runs out: recompute it, swap it to --kv-disk-path or "
+        "--kv-host-memory, or whichever is faster as measured (auto); without either of them it is recomputed.",
         choices=("auto", "recompute", "swap"),
     )
     public_prefixes: str | None = _memory(
@@ -388,8 +389,8 @@ class ServeConfig:
     max_num_queued_reqs: int = _memory(256, "Requests that may wait; one more is refused with 503.", minimum=0)
     slo: str = _memory(
         "ttft:2s",
-        "Times that the service aims at, to the first token and per output token (ttft:2s,tpot:100ms): in a lasting "
-        "overload, requests that would begin later are refused, and prompts leave running streams their pace.",
+        "Latency targets, to the first token and per output token (ttft:2s,tpot:100ms). In a lasting overload requests "
+        "that would miss ttft get 503 with Retry-After; tpot slows prompts so that running streams keep this pace.",
         check=_check_slo,
         metavar="LIMITS",
     )
@@ -641,6 +642,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
+            hint = "; it is a table, and settings stand without one" if isinstance(value, dict) else hint
             raise ConfigError(f"{file} has an unknown setting {key!r}{hint}")
         if name in values:
             raise ConfigError(f"{file} gives {name} twice")

@@ -110,6 +110,7 @@ def read_line(line: str) -> KeyLine:
 
 def new_line(name: str, role: str, words: Iterable[tuple[str, str]]) -> str:
     """Return a line with a new key. words: what stands behind its name. Raise ConfigError."""
+    _value("name", name)
     line = " ".join([f"{role}:sk-{secrets.token_urlsafe(32)}", f"name={name}", *(f"{word}={of}" for word, of in words)])
     read_line(line)
     return line

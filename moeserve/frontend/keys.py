@@ -95,9 +95,11 @@ class AuthGate:
         key = sent_key(scope)
         identity = self._keys.find(key) if key else None
         if identity is None:
+            wrong = "The API key that was sent is none of this server's: ask who runs it for one"
+            missing = "An API key is required: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
             raise ApiError(
                 401,
-                "A valid API key is required: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                wrong if key else missing,
                 type="authentication_error",
                 code="invalid_api_key",
             )

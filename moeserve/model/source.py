@@ -209,9 +209,11 @@ def check_folder(folder: Path) -> Path:
     Do not read weights. Raise ModelError, which names the first thing that is missing.
     """
     try:
+        _check_encodable(folder)
+        if not folder.exists():
+            raise ModelError(_no_folder(folder))
         if not folder.is_dir():
             raise ModelError(f"{folder} is not a folder: name the folder that holds the model's config.json.")
-        _check_encodable(folder)
         _check_files_of(folder)
         if not (folder / "config.json").exists():
             sentence = only_files_sentence(str(folder), (path.name for path in folder.glob("*.gguf")))

@@ -39,6 +39,12 @@ def show_size(num_bytes: int, *, up: bool = False) -> str:
     return f"{tenths / 10:g} {_SHOWN_UNITS[power]}"
 
 
+def exact_size(num_bytes: int) -> str:
+    """Return a size as settings write it, in the largest unit that it is a multiple of: `20GB`, `4MiB`."""
+    units = (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6), ("KiB", 2**10))
+    return next((f"{num_bytes // size}{unit}" for unit, size in units if num_bytes % size == 0), str(num_bytes))
+
+
 def parse_limits(text: str, names: Sequence[str]) -> dict[str, float]:
     """Return the seconds in `ttft:500ms,tpot:0.1s`, some of `names` and each above 0. Raise ValueError."""
     limits: dict[str, float] = {}

@@ -15,7 +15,9 @@ _ROUTES = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
     "messages": "/v1/messages",
+    "ollama": "/api/chat",
     "responses": "/v1/responses",
+    "tgi": "/generate",
 }
 _HEADS = {
     "client": ("client", "version", "API", *(check.replace("_", " ") for check in CHECKS)),

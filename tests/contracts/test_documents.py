@@ -3,11 +3,8 @@
 import re
 from pathlib import Path
 
-import click
 import pytest
 
-from launcher.agents import AGENTS
-from launcher.cli import main
 from moeserve.frontend.dialects.bodies import UNSUPPORTED
 from moeserve.model.families import supported_model_types
 
@@ -38,32 +35,6 @@ def test_links_to_headings_name_headings_that_exist():
 def anchors_of(document: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-GUIDES = [*(ROOT / "docs" / "guide").glob("*.md"), ROOT / "README.md", ROOT / "examples" / "README.md"]
-
-
-@pytest.mark.parametrize("document", GUIDES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_commands_of_a_guide_have_the_options_that_they_are_given(document):
-    unknown = []
-    for words in commands_of(document.read_text()):
-        command, arguments = main, words.copy()
-        while isinstance(command, click.Group):
-            command = command.get_command(click.Context(command), arguments.pop(0))
-        parameters = command.get_params(click.Context(command))
-        known = {option for one in parameters for option in (*one.opts, *one.secondary_opts, "--help-all")}
-        # What stands behind the name of an agent is the agent's.
-        own = arguments[: next((place for place, word in enumerate(arguments) if word in AGENTS), None)]
-        unknown += [(words, word) for word in own if word.startswith("--") and word.partition("=")[0] not in known]
-    assert unknown == []
-
-
-def commands_of(text: str) -> list[list[str]]:
-    """Return the words behind `moeserve` of each line of shell blocks that begins with it."""
-    blocks = [block for block in text.split("```")[1::2] if block.startswith("\n")]
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    found = [re.match(r"(?:sudo )?(?:\S*/)?moeserve (\w[^#]*)", line) for line in lines]
-    return [line[1].split() for line in found if line]
 
 
 def test_measurements_that_documents_and_code_name_can_be_run():

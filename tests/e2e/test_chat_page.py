@@ -199,6 +199,11 @@ def test_files_go_with_the_question_and_what_is_no_text_is_refused(chat: Page, s
     )
     chat.wait("document.querySelectorAll('#files li').length === 1")
     assert "is no text" in chat.text(".notice")
+    chat.evaluate(
+        "(() => { const data = new DataTransfer(); data.items.add(new File(['%PDF-1.7'], 'a.PDF'));"
+        " document.dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true})); })()"
+    )
+    chat.wait("document.querySelector('.notice').textContent.includes('is a PDF')")
     ask(chat, "what is this?")
     answered(chat)
     assert b"a.py\n```\na = 1\n```\n\nwhat is this?" in bytes(prompts(server)[0].token_ids[::4])

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -33,11 +34,18 @@ def test_a_fault_is_told_and_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -
     assert (result.exit_code, "RuntimeError: no kernel" in result.output) == (1, True)
 
 
-def test_two_ranks_of_torchrun_send_each_other_what_they_should() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_one_command_plans_a_model_over_two_ranks_and_checks_what_they_send_each_other(model: Path) -> None:
+    flags = ["--device", "cpu", "--expert-parallel-size", "2"]
     done = subprocess.run(
-        [*command, "-m", "launcher.check"], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "launcher.cli", "check", str(model), *flags],
+        cwd=ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
+    assert "--expert-parallel-size 2" in done.stdout[: done.stdout.index("checks passed")]
     assert len(re.findall(r"gloo: \S+ of 2 ranks .*passed", done.stdout)) == 3
-    assert "3 of 3 checks passed." in done.stdout
+    assert done.stdout.count("3 of 3 checks passed.") == 2
+    assert done.stdout.endswith(f"Start it: moeserve serve {model} --device cpu --expert-parallel-size 2\n")

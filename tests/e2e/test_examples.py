@@ -84,6 +84,24 @@ def test_a_script_answers_prompts_without_a_server(model: Path, tmp_path: Path) 
     assert len(re.findall(r"^'.*' -> '.*'$", done.stdout, re.MULTILINE)) == 3
 
 
+def test_the_first_programs_of_the_readme_run_as_they_stand(model: Path, tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (curl,) = re.findall(r"^```\n(curl .*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    with_openai, with_llm = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    with service(model, tmp_path, "--served-model-name", "demo", "--default-max-tokens", "40") as running:
+        url = str(running.http.base_url).rstrip("/")
+        here = [text.replace("http://127.0.0.1:8000", url) for text in (curl, with_openai)]
+        asked = subprocess.run(["bash", "-c", here[0]], capture_output=True, text=True, timeout=240)
+        assert asked.stdout.startswith("data: ")
+        assert "data: [DONE]" in asked.stdout
+        asked = subprocess.run([sys.executable, "-c", here[1]], capture_output=True, text=True, timeout=240)
+        assert (asked.returncode, "cached prompt tokens:" in asked.stdout) == (0, True), asked.stderr
+    script = with_llm.replace("/path/to/model", str(model))
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "MOESERVE_THREADS": "1"}
+    asked = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240)
+    assert (asked.returncode, asked.stdout.strip() != "") == (0, True), asked.stderr
+
+
 def test_torchrun_serves_over_two_ranks(model: Path, tmp_path: Path) -> None:
     said = tmp_path / "said.txt"
     settings = ("--port", "0", "--kv-cache-memory", "64MiB")

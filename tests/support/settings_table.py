@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from moeserve.config import ServeConfig, environment_name, flag_name
+from moeserve.settings.quantities import exact_size, parse_size
 
 
 def settings_table() -> str:
@@ -25,7 +26,9 @@ def _row(setting: Field[Any]) -> str:
     if isinstance(setting.default, bool):
         flag, default = f"{flag}` `--no-{flag[2:]}", "on" if setting.default else "off"
     else:
-        default = "" if setting.default in (None, ()) else f"`{setting.default}`"
+        is_size = setting.default and metadata.get("parse") is parse_size
+        shown = exact_size(getattr(ServeConfig, setting.name)) if is_size else setting.default
+        default = "" if setting.default in (None, ()) else f"`{shown}`"
         default += f", `{metadata['on_gpu']}` on a GPU" if "on_gpu" in metadata else ""
     meaning = str(metadata["help"])
     if "choices" in metadata:

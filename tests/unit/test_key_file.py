@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from launcher.cli import main
 from moeserve.config import ConfigError
 from moeserve.frontend.key_file import ADMIN, USER, KeyLine, Rights, digest_of, new_line, read_line, read_lines
 from moeserve.frontend.keys import KeyRing, load_keys
@@ -80,3 +82,10 @@ def test_a_new_line_is_read_as_it_was_asked_for_and_its_key_is_new() -> None:
     assert len(one.key) >= 40
     with pytest.raises(ConfigError):
         new_line("alice", USER, [("tokens", "many")])
+
+
+def test_a_line_is_printed_for_each_name() -> None:
+    done = CliRunner().invoke(main, ["key", "new", "alice", "bob", "--tokens", "5M/day"])
+    lines = [read_line(line) for line in done.stdout.splitlines()]
+    assert [(line.name, line.rights.tokens) for line in lines] == [("alice", 5_000_000), ("bob", 5_000_000)]
+    assert len({line.key for line in lines}) == 2

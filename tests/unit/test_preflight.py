@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from launcher.preflight import check_settings, fewer_connections, frontends_for
+from launcher.preflight import check_settings, frontends_for, odd_settings
 from moeserve.config import ConfigError, ServeConfig, load_config
 
 
@@ -60,11 +60,11 @@ def test_fewer_connections_than_asked_for_are_told(
     monkeypatch: pytest.MonkeyPatch, limit: int, most: int | None
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, limit))
-    sentence = fewer_connections(ServeConfig())
+    sentences = list(odd_settings(ServeConfig()))
     if most is None:
-        assert sentence is None
+        assert sentences == []
     else:
-        assert sentence is not None
+        (sentence,) = sentences
         assert f"--max-connections is lowered from 1024 to {most}: a process may open only {limit} files" in sentence
 
 

@@ -43,6 +43,7 @@ export class Attachments {
   /** Why a file cannot go with the question, "" where it can. */
   async addOne(file) {
     if (this.files.length >= MAX_FILES) return `A question takes at most ${MAX_FILES} files.`;
+    if (/\.pdf$/i.test(file.name)) return `“${file.name}” is a PDF, whose text is not read here: attach what pdftotext makes of it.`;
     if (file.size > MAX_BYTES) return `“${file.name}” has ${count(file.size / 1024)} KB; a file may have ${MAX_BYTES / 1024}.`;
     try {
       const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());

@@ -113,6 +113,9 @@ _ollama = partial(_user, error_body=ollama_error_body)
 _tgi = partial(_user, error_body=tgi_error)
 _triton = partial(_user, error_body=triton_error)
 
+_START = "Once upon a time"
+_tgi_text = partial(_tgi, body=TgiBody, required=("inputs",), example={"inputs": _START})
+_triton_text = partial(_triton, body=TritonBody, required=("text_input",), example={"text_input": _START})
 _HELLO = [{"role": "user", "content": "Hello"}]
 _PREFIX = MESSAGE_FIELDS | {"prompt"}
 ROUTES: tuple[Route[Endpoints], ...] = (
@@ -131,7 +134,7 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         lambda e: e.completions,
         body=CompletionBody,
         required=("prompt",),
-        example={"prompt": "Once upon a time", "max_tokens": 16},
+        example={"prompt": _START, "max_tokens": 16},
         media=(JSON, EVENTS),
     ),
     _user(
@@ -239,7 +242,7 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         lambda e: e.render_completions,
         body=CompletionBody,
         required=("prompt",),
-        example={"prompt": "Once upon a time"},
+        example={"prompt": _START},
     ),
     _user("GET /v1/models", "List the models that are served", lambda e: e.service.models),
     _user("GET /v1/models/{name:path}", "Describe a model", lambda e: e.service.model),
@@ -294,44 +297,27 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         example={},
         media=(LINES,),
     ),
-    _tgi(
-        "POST /generate",
-        "Continue a text, for TGI's clients",
-        lambda e: e.tgi,
-        body=TgiBody,
-        required=("inputs",),
-        example={"inputs": "Once upon a time"},
-        media=(JSON, EVENTS),
-    ),
-    _tgi(
+    _tgi_text("POST /generate", "Continue a text, for TGI's clients", lambda e: e.tgi, media=(JSON, EVENTS)),
+    _tgi_text(
         "POST /generate_stream",
         "Continue a text as a stream, for TGI's clients",
         lambda e: e.tgi_stream,
-        body=TgiBody,
-        required=("inputs",),
-        example={"inputs": "Once upon a time"},
         media=(EVENTS,),
     ),
     _tgi("GET /info", "Describe the model to TGI's clients", lambda e: e.triton.info),
     _triton("GET /v2", "Describe the service to Triton's clients", lambda e: e.triton.server),
     _public("GET /v2/health/live", "Tell whether the HTTP process lives", lambda e: e.triton.live, is_watch=True),
     _public("GET /v2/health/ready", "Tell whether requests are admitted", lambda e: e.triton.ready, is_watch=True),
-    _triton(
+    _triton_text(
         "POST /v2/models/{name:path}/generate",
         "Continue a text, for Triton's clients",
         lambda e: e.triton_generate,
-        body=TritonBody,
-        required=("text_input",),
-        example={"text_input": "Once upon a time"},
         media=(JSON, EVENTS),
     ),
-    _triton(
+    _triton_text(
         "POST /v2/models/{name:path}/generate_stream",
         "Continue a text as a stream, for Triton's clients",
         lambda e: e.triton_stream,
-        body=TritonBody,
-        required=("text_input",),
-        example={"text_input": "Once upon a time"},
         media=(EVENTS,),
     ),
     _triton("GET /v2/models/{name:path}/ready", "Tell whether the model is ready", lambda e: e.triton.model_ready),
