@@ -13,11 +13,9 @@ from moeserve.device import RESERVE_BYTES
 from moeserve.engine.doctor import examine, in_billions, parameters_of, setups_of
 from moeserve.engine.memory_plan import share_memory
 from moeserve.machine import Machine
-from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.gguf.hub import kind_of
-from moeserve.model.sizes import count_parameters
 from moeserve.model.source import hub_gguf_sizes, local_gguf_models, resolve_config
-from moeserve.model.spec import DecoderSpec, ModelError
+from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 
 # A file leaves memory for the keys and values of this number of tokens, or of the model's context if it is shorter.
 _LEAST_TOKENS = 8192
@@ -97,14 +95,14 @@ def _choice_here(parts: Sequence[Path], machine: Machine, config: ServeConfig) -
 
 
 def choices_of_hub(
-    name: str, sizes: Mapping[str, int], spec: DecoderSpec | None, machine: Machine, config: ServeConfig
+    name: str, sizes: Mapping[str, int], spec: ModelSpec | None, machine: Machine, config: ServeConfig
 ) -> list[FileChoice]:
     """Describe the kinds of GGUF models of a hub repository, the smallest first.
 
     sizes: bytes by kind. spec: of the model, None if its configuration is not known.
     """
     read_share = None
-    if spec is not None and (count := count_parameters(spec)).active is not None:
+    if spec is not None and (count := parameters_of(spec)).active is not None:
         read_share = (count.active - spec.vocab_size * spec.hidden_size) / count.total
     choices = []
     for kind, num_bytes in sorted(sizes.items(), key=lambda item: item[1]):
@@ -117,7 +115,7 @@ def choices_of_hub(
 
 
 def _kv_beside(
-    num_bytes: int, spec: DecoderSpec | None, machine: Machine, config: ServeConfig
+    num_bytes: int, spec: ModelSpec | None, machine: Machine, config: ServeConfig
 ) -> tuple[str | None, int | None]:
     """Return why weights of `num_bytes` do not fit, None if they do, and the tokens of KV that a start would plan.
 
@@ -126,8 +124,8 @@ def _kv_beside(
     if spec is None:
         fits = num_bytes + RESERVE_BYTES + _UNKNOWN_KV_BYTES <= machine.free_bytes
         return None if fits else _NO_ROOM, None
-    if config.kv_cache_dtype == "auto":
-        # A start rounds the rows that multiply blocks of a GGUF file, and then keeps keys and values in 16 bits.
+    if config.kv_cache_dtype == "auto" and isinstance(spec, DecoderSpec):
+        # Our own code rounds the rows that multiply blocks of a GGUF file, and then keeps keys and values in 16 bits.
         config = replace(config, kv_cache_dtype="float32" if config.arithmetic == "exact" else "bfloat16")
     try:
         kv = share_memory(spec, torch.float32, num_bytes, config, machine.free_bytes).kv
@@ -137,13 +135,12 @@ def _kv_beside(
     return _NO_ROOM if tokens < min(_LEAST_TOKENS, spec.max_position) else None, tokens
 
 
-def spec_of_first(repositories: Sequence[str], revision: str | None, *, offline: bool) -> DecoderSpec | None:
-    """Return the spec of the first repository whose config.json can be had and whose type our own code computes."""
+def spec_of_first(repositories: Sequence[str], revision: str | None, *, offline: bool) -> ModelSpec | None:
+    """Return the spec of the first repository whose config.json can be had and whose type is served."""
     for place, repository in enumerate(repositories):
         try:
             folder = resolve_config(repository, revision=None if place else revision, offline=offline)
-            if is_native(read_model_type(folder), "auto"):
-                return build_spec(load_config(folder))
+            return examine(folder).spec
         except ModelError:
             continue
     return None

@@ -16,11 +16,13 @@ from gguf import GGMLQuantizationType
 import moeserve.machine
 from launcher.cli import main
 from moeserve.config import ServeConfig
+from moeserve.engine.doctor import examine, parameters_of
 from moeserve.engine.memory_plan import share_memory
 from moeserve.machine import Machine
 from moeserve.model.families import build_spec, load_config
 from tests.cpu.test_doctor import MACHINE, QWEN3, folder_of
 from tests.support.gguf_export import write_gguf
+from tests.support.published_models import PUBLISHED, Published
 from tests.support.tiny_models import build
 
 GIB = 2**30
@@ -71,6 +73,38 @@ def test_of_a_repository_the_most_bits_that_fit_are_taken(hub: Path, machine: Ma
     assert found["Q6_K"]["num_bytes"] == 25 * 10**9
     # 3.35 of 30.5 billion parameters are active, 0.31 of them the embedding; a token reads one row of it.
     assert found["Q4_K_M"]["tokens_per_second"] == pytest.approx(50 / 18.6 * 30.53 / (3.353 - 0.311), rel=1e-3)
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.name)
+@pytest.mark.parametrize("free", [16 * GIB, 28 * GIB, 64 * GIB], ids=["16GiB", "28GiB", "64GiB"])
+def test_of_models_that_people_run_at_home_a_file_is_advised_with_its_context_and_speed(
+    published: Published, free: int, hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (hub / "config.json").write_text(json.dumps({**published.config, "dtype": "bfloat16"}))
+    files = {f"m-{kind}.gguf": round(size * 1e9) for kind, size in published.gigabytes.items()}
+    siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in files.items()]
+    info = SimpleNamespace(siblings=siblings, card_data={"base_model": "base/qwen3"})
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
+    found = replace(MACHINE, free_bytes=free)
+    monkeypatch.setattr(moeserve.machine, "read_machine", lambda _: found)
+    spec = examine(hub).spec
+    counted = parameters_of(spec)
+    assert counted.total / 1e9 == pytest.approx(published.total, rel=0.02)
+    assert counted.active is not None
+    # Makers count embeddings among the active ones, or leave them out.
+    embedding = spec.vocab_size * spec.hidden_size
+    assert any(
+        n / 1e9 == pytest.approx(published.active, rel=0.05) for n in (counted.active, counted.active - embedding)
+    )
+    said = json.loads(ask("owner/qwen3-GGUF", "--json"))
+    fits = [kind for kind, size in published.gigabytes.items() if size * 1e9 + GIB < free and kind != "F16"]
+    assert said["take"] == [f"owner/qwen3-GGUF:{kind}" for kind in fits[-1:]]
+    for choice in said["files"]:
+        assert (choice["obstacle"] is None) == (choice["num_bytes"] + GIB < free)
+        if choice["obstacle"] is None:
+            assert choice["kv_tokens"] >= 8192
+            read = choice["num_bytes"] * (counted.active - embedding) / counted.total
+            assert choice["tokens_per_second"] == pytest.approx(MACHINE.bandwidth / read)
 
 
 def test_the_tokens_beside_a_file_of_the_hub_are_those_that_a_start_plans(hub: Path, machine: Machine) -> None:
