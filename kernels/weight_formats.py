@@ -129,6 +129,14 @@ class QuantizedRows:
         """Return some rows, or all in another order. Bytes of zeros are weights of zero in every format."""
         return QuantizedRows(self.format, self.data[which], self.depth, self.order)
 
+    def columns(self, first: int, end: int) -> QuantizedRows:
+        """Return some columns, a copy. Raise ValueError unless these are whole blocks in the order of the matrix."""
+        if self.order is not None:
+            raise ValueError("its columns are in an order of their own")
+        begin = self.format.row_bytes(first)
+        width = self.format.row_bytes(end - first)
+        return QuantizedRows(self.format, self.data[:, begin : begin + width].contiguous(), end - first)
+
     def fine(self) -> QuantizedRows:
         """Return the same matrix for rows that are rounded twice, if its weights have 8 bits."""
         return QuantizedRows(self.format, self.pieces, self.depth, self.order, is_fine=True)

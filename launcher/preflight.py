@@ -17,7 +17,7 @@ from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
 from moeserve.engine.experts.settings import check_experts, plan_placement
 from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
-from moeserve.engine.ranks.settings import check_pipeline
+from moeserve.engine.ranks.settings import check_pipeline, check_tensor
 from moeserve.frontend.keys import load_keys as load_api_keys
 from moeserve.frontend.limits import connections_within
 from moeserve.frontend.routes.cache import load_public_prefixes
@@ -96,6 +96,7 @@ def check_settings(config: ServeConfig) -> None:
         refuse_gpu_settings(config, "--device cuda")
     check_experts(config)
     check_pipeline(config)
+    check_tensor(config)
     if not config.enable_prefix_caching and parse_kv_events(config.kv_events_config).is_on:
         raise ConfigError("--kv-events-config needs --enable-prefix-caching: events name cached blocks.")
     if not config.rebalance_interval:
@@ -131,6 +132,7 @@ def check_nodes(config: ServeConfig) -> None:
         )
     if config.num_ranks % config.nnodes:
         way = "expert" if config.pipeline_parallel_size == 1 else "pipeline"
+        way = "tensor" if config.tensor_parallel_size > 1 else way
         raise ConfigError(
             f"--{way}-parallel-size {config.num_ranks} cannot be shared equally by {config.nnodes} nodes."
         )

@@ -22,7 +22,7 @@ _ARGUMENT = "model"
 _FLAGS_OF_OTHERS = {
     **dict.fromkeys(("--ctx-size", "-c", "--context-length", "--max-total-tokens"), "--max-model-len sets the context"),
     **dict.fromkeys(("--model", "-m", "--model-path", "--model-id", "-hf", "--hf-repo"), "MODEL is the first argument"),
-    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), "--expert-parallel-size N is for experts"),
+    **dict.fromkeys(("-tp", "--tp", "--tp-size"), "--tensor-parallel-size N is for heads, channels and experts"),
     **dict.fromkeys(("-pp", "--pp-size", "-sm", "--split-mode"), "--pipeline-parallel-size N is for layers"),
     **dict.fromkeys(("--ep-size", "--enable-expert-parallel"), "--expert-parallel-size N is for experts"),
     **dict.fromkeys(("-t", "--threads-batch"), "--threads sets the cores"),

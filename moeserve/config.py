@@ -263,6 +263,12 @@ class ServeConfig:
         check=parse_layers,
         metavar="N,N",
     )
+    tensor_parallel_size: int = _ranks(
+        1,
+        "Ranks (processes) that share every layer: each holds some heads, channels and experts of it.",
+        minimum=1,
+        maximum=64,
+    )
     expert_parallel_size: int = _ranks(
         1, "Ranks (processes) that share the experts and the requests.", minimum=1, maximum=64
     )
@@ -549,7 +555,7 @@ class ServeConfig:
 
     @property
     def num_ranks(self) -> int:
-        return self.expert_parallel_size * self.pipeline_parallel_size
+        return self.expert_parallel_size * self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
     def num_ranks_here(self) -> int:

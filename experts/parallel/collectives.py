@@ -161,6 +161,18 @@ class Collectives:
             total = total.add_(part)
         return total
 
+    def exchange(self, rows: Tensor, ranks: range) -> list[Tensor]:
+        """Return the `rows` of each of `ranks`, in their order. This rank is one of them; all rows have one shape."""
+        of_ranks = [rows if rank == self.rank else torch.empty_like(rows) for rank in ranks]
+        others = [(rank, room) for rank, room in zip(ranks, of_ranks, strict=True) if rank != self.rank]
+        with self._entered():
+            works = [comm.irecv(room, rank) for rank, room in others]
+            works += [comm.isend(rows, rank) for rank, _ in others]
+            for work in works:
+                work.wait(timedelta(seconds=self.waits.seconds))
+        self._count_bytes([rows.nbytes * (rank in ranks) for rank in range(self.num_ranks)])
+        return of_ranks
+
     def send(self, rows: Tensor, to_rank: int) -> None:
         """Send `rows` to one rank, which calls `receive`. Return at once; nobody may write to the rows any more."""
         with self._entered():

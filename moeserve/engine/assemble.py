@@ -31,6 +31,7 @@ from moeserve.engine.experts.prefetch import find_fitted_gates, start_prefetchin
 from moeserve.engine.experts.resident_model import ResidentModel, experts_of, in_mib
 from moeserve.engine.memory_plan import ModelPlan, cpu_kv_dtype, no_experts, owned_experts, state_demand
 from moeserve.engine.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, StepProgress
+from moeserve.engine.ranks.partners import FirstRanksRows, OwnExperts, RankPartners
 from moeserve.engine.ranks.pipe import Pipe
 from moeserve.engine.ranks.together import GroupSteps, ShapeChoice
 from moeserve.model.checkpoint import OwnedExperts
@@ -41,7 +42,7 @@ from moeserve.model.families import load_generation_defaults
 from moeserve.model.spec import NO_NUMBERS, CheckpointError, DecoderSpec, ModelSpec
 from moeserve.model.stages import stages_of
 from moeserve.model.tensor_reader import Progress
-from moeserve.model.weights import load_decoder
+from moeserve.model.weights import DispatchOf, load_decoder
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
 from moeserve.scheduling.steps import Runner
 from moeserve.settings.generation import parse_generation
@@ -116,26 +117,30 @@ def load_rank(
     spec = plan.spec
     if config.threads:
         torch.set_num_threads(config.threads)
-    owned = pipe = None
+    owned = pipe = partners = None
     if collectives is not None and plan.placement is not None:
         owned = owned_experts(spec, plan.placement, collectives.rank)
-    elif collectives is not None:
+    if collectives is not None and config.tensor_parallel_size > 1:
+        assert isinstance(spec, DecoderSpec)
+        partners = RankPartners(collectives, config.tensor_parallel_size, spec)
+    elif collectives is not None and plan.layers:
         assert isinstance(spec, DecoderSpec)
         pipe = Pipe(collectives, stages_of(plan.layers)[collectives.rank], spec, plan.dtype)
     observers: list[AnyObserver] = []
-    body = _open_body(directory, plan, config, report, observers, owned, collectives, num_packers, pipe)
+    body = _open_body(directory, plan, config, report, observers, owned, collectives, num_packers, pipe, partners)
     tap = None
     if spec.moe is not None and config.record_experts:
         tap = RoutingTap(len((spec if pipe is None else pipe.part).moe_layers), spec.moe.num_experts)
         observers.append(tap)
-    group = None if collectives is None or pipe is not None else _make_group(config, plan, body, collectives)
-    dispatch_of = body.resident.dispatch_of if body.resident is not None else None
+    group = None
+    if collectives is not None and owned is not None and (partners is None or config.expert_parallel_size > 1):
+        group = _make_group(config, plan, body, collectives)
     kept: KeptExperts | None = None
     native: dict[str, Any] = {"rounding": plan.rounding}
     if isinstance(spec, DecoderSpec):
         if config.expert_store_dir is not None and config.expert_memory is None:
             kept = keep_experts(directory, spec, plan.dtype, plan.rounding, config, report)
-        native |= {"forgets_files": plan.forgets_files, "border": pipe}
+        native |= {"forgets_files": plan.forgets_files, "border": pipe, "partners": partners}
     layer_of = None if kept is None else kept.layer_of
     if layer_of is not None:
         native["packed_experts"] = layer_of
@@ -147,11 +152,23 @@ def load_rank(
         ops=body.ops,
         max_model_len=plan.kv.max_model_len or config.max_model_len,
         owned_experts=owned if body.resident is None and layer_of is None else no_experts,
-        dispatch_of=dispatch_of if group is None else group.experts.dispatch_of,
+        dispatch_of=_dispatch_of(plan, body, group, partners),
         observers=observers,
         progress=_progress(plan, report),
     )
     return LoadedRank(directory, plan, config, body, decoder, observers, tap, collectives, group, owned, kept)
+
+
+def _dispatch_of(plan: ModelPlan, body: Body, group: Group | None, partners: RankPartners | None) -> DispatchOf | None:
+    """Return how rows reach their experts, by layer; None if each layer has all of its experts in memory here."""
+    if partners is not None and plan.placement is not None:
+        if group is not None:
+            return FirstRanksRows(partners.shard, group.experts.dispatch_of).dispatch_of
+        layers = plan.spec.moe_layers
+        return OwnExperts(plan.placement, layers, partners.shard.number, body.compute_of(layers[0])).dispatch_of
+    if group is not None:
+        return group.experts.dispatch_of
+    return None if body.resident is None else body.resident.dispatch_of
 
 
 def _load_decoder(directory: Path, spec: ModelSpec, **options: Any) -> StepDecoder:
@@ -173,6 +190,7 @@ def _open_body(
     collectives: Collectives | None,
     num_packers: int | None,
     pipe: Pipe | None,
+    partners: RankPartners | None,
 ) -> Body:
     if plan.device == "cpu":
         absence = native_kernels_absence()
@@ -189,7 +207,7 @@ def _open_body(
                 policy=config.expert_policy,
                 **resident.reads,
             )
-        return CpuBody(plan, config, resident, num_packers, pipe)
+        return CpuBody(plan, config, resident, num_packers, pipe, partners)
     from moeserve.engine.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
     assert isinstance(plan.spec, DecoderSpec)
@@ -321,6 +339,8 @@ class LoadedRank:
             group.experts.forget_counts()
             self._observers.append(SentCounter(group.experts.sent))
             group.collectives.be_patient(collective_timeout(config))
+        elif self.collectives is not None and config.tensor_parallel_size > 1:
+            self.collectives.be_patient(collective_timeout(config))
         model = ServedModel(
             plan.spec,
             defaults,

@@ -17,6 +17,7 @@ from moeserve.device import step_budget
 from moeserve.engine.experts.memory import CpuResidentModel
 from moeserve.engine.memory_plan import ModelPlan, cpu_kv_dtype
 from moeserve.engine.rank import Group, Prepared
+from moeserve.engine.ranks.partners import RankPartners
 from moeserve.engine.ranks.pipe import Pipe
 from moeserve.engine.ranks.together import StepRows
 from moeserve.model.decoder import StepDecoder
@@ -43,14 +44,16 @@ class CpuBody:
         resident: CpuResidentModel | None,
         num_packers: int | None,
         pipe: Pipe | None = None,
+        partners: RankPartners | None = None,
     ) -> None:
-        """num_packers: see `CpuOps`. pipe: None where this rank has all layers."""
+        """num_packers: see `CpuOps`. pipe: None where this rank has all layers. partners: None where it has all of a
+        layer's weights but experts."""
         rounding = plan.rounding
         self.ops: Ops = CpuOps(rounding.arithmetic, narrow_rows=rounding.narrow, num_packers=num_packers)
         self.resident = resident
         self._plan = plan
         self._config = config
-        self._pipe = pipe
+        self._pipe, self._partners = pipe, partners
         # Each rank that shares the layers computes another step.
         self.depth = 0 if pipe is None else pipe.num_stages - 1
 
@@ -78,7 +81,8 @@ class CpuBody:
     def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
         kv, pipe = plan.kv, self._pipe
-        part = plan.spec if pipe is None else pipe.part
+        shared = pipe or self._partners
+        part = plan.spec if shared is None else shared.part
         kv_dtype = cpu_kv_dtype(self._config, plan.spec, plan.dtype, plan.rounding)
         pool = KVPool(part.kv_layers, kv.num_blocks, block_size, kv_dtype, num_window_blocks=kv.num_window_blocks)
         states = part.state_layers
@@ -89,15 +93,18 @@ class CpuBody:
 
         def begin_step(num_rows: int) -> None:
             if group is not None:
-                group.steps.begin(StepRows.alike(group.collectives.num_ranks, num_rows, 1))
+                count = self._config.tensor_parallel_size
+                group.steps.begin(StepRows.alike(self._config.expert_parallel_size, num_rows, 1).of_first_ranks(count))
 
         # Each further token would load experts.
         only_size = 1 if self.resident is not None and self._is_compiled and group is None else None
         measured = runner.warm_up(step_budget(self._config), begin_step, only_size)
         if pipe is not None:
             measured = pipe.whole_steps(measured)
-        kv_bytes = kv_pool_bytes(plan.spec.kv_layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype)
-        row_bytes = state_row_bytes(plan.spec.state_layers, plan.dtype)
+        # Of all ranks that have parts of a block.
+        whole, count = (plan.spec, 1) if self._partners is None else (part, self._partners.shard.count)
+        kv_bytes = count * kv_pool_bytes(whole.kv_layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype)
+        row_bytes = count * state_row_bytes(whole.state_layers, plan.dtype)
         weights_bytes = plan.weights_bytes
         return Prepared(runner, kv, kv_bytes, weights_bytes, _release_nothing, row_bytes, pool, state_pool, measured)
 

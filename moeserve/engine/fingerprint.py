@@ -51,6 +51,8 @@ def fingerprint_of(config: ServeConfig, rank: Rank, model: str) -> str:
         config.expert_quantization,
         # Where there are several ranks, each sums the outputs of its own experts, and sends the sums home rounded.
         None if rank.group is None else (rank.group.experts.placement.ranks, config.combine_dtype),
+        # Where ranks share each layer, each sums its own heads, channels and experts.
+        config.tensor_parallel_size,
         _compiled(served.device),
         version("torch"),
         version("transformers"),

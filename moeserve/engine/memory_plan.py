@@ -27,6 +27,7 @@ from moeserve.model.families import build_spec, is_native, load_config, read_mod
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand
 from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding, format_in_file, shown_format
+from moeserve.model.shards import Shard, check_shards, sharded
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.stages import Stage, stages_of
 from moeserve.model.state_pool import state_row_bytes
@@ -148,7 +149,11 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     _check_kv_transfer(config, device)
     spec, dtype = read_any_spec(directory, config, device)
     check_expert_store(config, spec, device)
-    placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
+    if isinstance(spec, DecoderSpec):
+        check_shards(spec, config.tensor_parallel_size)
+    placement = None
+    if config.expert_parallel_size > 1 or (config.tensor_parallel_size > 1 and spec.moe is not None):
+        placement = plan_placement(directory, spec, config)
     if device == "cuda":
         return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
     if placement is None and spec.moe is not None:
@@ -156,11 +161,12 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         read_statistics(directory, config)
     if isinstance(spec, DecoderSpec):
         return plan_on_cpu(spec, dtype, read_index(directory), config, available_bytes(), placement)
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"--pipeline-parallel-size {config.pipeline_parallel_size}: layers of a {spec.model_type} model, which "
-            "transformers' code computes, are not shared by ranks so far."
-        )
+    for way in ("pipeline", "tensor"):
+        if (size := getattr(config, f"{way}_parallel_size")) > 1:
+            raise ConfigError(
+                f"--{way}-parallel-size {size}: layers of a {spec.model_type} model, which transformers' code "
+                "computes, are not shared by ranks so far."
+            )
     from moeserve.model.hf.expert_weights import TransformersExperts, map_model
 
     model, narrow = map_model(directory), keeps_narrow(dtype)
@@ -194,6 +200,8 @@ def plan_on_cpu(
 
     if config.pipeline_parallel_size > 1:
         return _plan_pipeline(spec, dtype, index, config, free_bytes, rounding)
+    if config.tensor_parallel_size > 1:
+        return _plan_shards(spec, dtype, index, config, free_bytes, placement, rounding)
     residency = plan_residency(layouts, spec, dtype, config, placement, rounding)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
     num_bytes = weights_bytes(spec, dtype, index, owned_by, rounding)
@@ -225,6 +233,24 @@ def _plan_pipeline(
     return replace(plan, spec=spec, weights_bytes=of_all, layers=layers, forgets_files=forgets_files)
 
 
+def _plan_shards(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    index: Mapping[str, TensorInfo],
+    config: ServeConfig,
+    free_bytes: int,
+    placement: Placement | None,
+    rounding: Rounding,
+) -> ModelPlan:
+    """Cut the layers, and divide the memory of this machine, the first node, between the shards on it."""
+    sizes = shard_bytes(spec, dtype, index, placement, config.tensor_parallel_size, rounding)
+    num_here, stored_bytes = config.num_ranks_here, sum(info.num_bytes for info in index.values())
+    num_bytes = sum(sizes[:num_here])
+    part = sharded(spec, Shard(0, config.tensor_parallel_size))
+    plan = share_memory(part, dtype, num_bytes, config, free_bytes, placement, rounding=rounding, num_ranks=num_here)
+    return replace(plan, spec=spec, weights_bytes=sum(sizes), forgets_files=num_bytes + stored_bytes > free_bytes)
+
+
 def share_memory(
     spec: ModelSpec,
     dtype: torch.dtype,
@@ -234,10 +260,12 @@ def share_memory(
     placement: Placement | None = None,
     residency: ResidencyPlan | None = None,
     rounding: Rounding = NO_ROUNDING,
+    num_ranks: int | None = None,
 ) -> ModelPlan:
     """Give keys, values and states the part of `free_bytes` that weights and slots of experts leave.
 
-    num_bytes: of the weights that are loaded with the model, on all ranks together.
+    num_bytes: of the weights that are loaded with the model, on all ranks together. num_ranks: that share the rest,
+    those that share the experts by default.
     """
     if residency is not None:
         num_bytes += config.expert_parallel_size * residency.slots.num_bytes
@@ -247,7 +275,7 @@ def share_memory(
             f"{what} {show_size(num_bytes, up=True)} of memory, but only {show_size(free_bytes)} are free."
         )
     kv_dtype = cpu_kv_dtype(config, spec, dtype, rounding)
-    free_for_rank = (free_bytes - num_bytes) // config.expert_parallel_size
+    free_for_rank = (free_bytes - num_bytes) // (num_ranks or config.expert_parallel_size)
     kv = plan_kv(
         block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype),
         block_size=config.block_size,
@@ -441,6 +469,38 @@ def stage_bytes(
         for layer, layout in zip(spec.moe_layers, layouts, strict=False):
             if spec.moe is not None and stage.first <= layer < stage.end:
                 num_bytes += layout.num_bytes * spec.moe.num_experts
+        sizes.append(num_bytes)
+    return sizes
+
+
+def shard_bytes(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    index: Mapping[str, TensorInfo],
+    placement: Placement | None,
+    num_shards: int,
+    rounding: Rounding = NO_ROUNDING,
+) -> list[int]:
+    """Return, by rank, the bytes of the weights that it keeps in memory on a CPU.
+
+    placement: of experts over groups of `num_shards` ranks, None without experts. Raise CheckpointError for matrices
+    whose blocks are not to be cut.
+    """
+    packed = _packs_experts(spec, rounding)
+    layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
+    sizes = []
+    for rank in range(num_shards if placement is None else placement.num_ranks):
+        owned, shard = (
+            None if placement is None else owned_experts(spec, placement, rank),
+            Shard(rank % num_shards, num_shards),
+        )
+        plan = plan_weights(spec, index, no_experts if packed else owned).of_shard(shard, spec)
+        for tensors in (plan.outer, *(layer.tensors for layer in plan.layers)):
+            rounding.check_cuts(tensors)
+        num_bytes = plan.loaded_num_bytes(dtype.itemsize, narrow=keeps_narrow(dtype), quantised=rounding.num_bytes)
+        for layer, layout in zip(spec.moe_layers, layouts, strict=False):
+            assert owned is not None
+            num_bytes += layout.num_bytes * len(owned(layer))
         sizes.append(num_bytes)
     return sizes
 

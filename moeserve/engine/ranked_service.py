@@ -34,6 +34,7 @@ from moeserve.engine.memory_plan import ModelPlan, check_stage, plan_from_rank_0
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.cores import bind_to_cores
+from moeserve.engine.ranks.joint import JointExecutor
 from moeserve.engine.ranks.meeting import Meeting, machine_id, meet_as_first, meet_first
 from moeserve.engine.ranks.messages import Dismissed, Joined, Loaded, RankError, Setup, Start, Started
 from moeserve.engine.ranks.pipeline import PipelineExecutor, StageSteps
@@ -41,6 +42,7 @@ from moeserve.engine.ranks.steps import RankedExecutor, RankSteps
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, dismiss_strangers, find_fault, introduction
 from moeserve.engine.service import LoadedPart, expert_faults_in_words, load_part, serve
 from moeserve.run_context import RunContext
+from moeserve.scheduling.steps import RanksObserver
 from moeserve.statuses import Computing, Met, Report
 
 # While the service starts, a rank may be silent for this many times the engine's timeout.
@@ -170,7 +172,9 @@ def _serve_first(
         hub.gather(Started, within=float("inf"), patience=_patience(context.config))
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        serve_all = _serve_stages if rank.group is None else _serve_with_others
+        serve_all = _serve_shards if rank.group is None else _serve_with_others
+        if context.config.pipeline_parallel_size > 1:
+            serve_all = _serve_stages
         serve_all(context, rank, hub, recording, report, stop)
         rank.close()
     except CollectiveError as error:
@@ -245,6 +249,7 @@ def _serve_with_others(
         num_entered=lambda: group.collectives.traffic.num_entered,
         placement_version=lambda: migrator.version,
         listeners=[listener.on_message for listener in (rebalancing, memories, copies) if listener is not None],
+        num_shards=config.tensor_parallel_size,
     )
     recorded = None
     if recording is not None:
@@ -253,13 +258,16 @@ def _serve_with_others(
     sources = ExpertSources(
         placement=lambda: group.experts.placement,
         placement_version=lambda: migrator.version,
-        links=links.links,
+        links=links.links if config.tensor_parallel_size == 1 else None,
         rebalancing=None if rebalancing is None else rebalancing.stats,
         memory=None if memories is None else memories.stats,
         prefetches=rank.prefetcher is not None,
         strategy=lambda: expert_strategy(config, rank.prefetcher, str(rank.dispatch), all_fit=memory is None),
     )
-    observers = [links] if rebalancing is None else [rebalancing, links]
+    # Results are those of groups, and links lie between ranks.
+    observers: list[RanksObserver] = [links] if config.tensor_parallel_size == 1 else []
+    if rebalancing is not None:
+        observers.insert(0, rebalancing)
     serve(context, rank, executor, open_suspects(context), report, stop, recorded, sources, observers, copies)
     executor.close()
 
@@ -280,6 +288,23 @@ def _serve_stages(
     executor.close()
 
 
+def _serve_shards(
+    context: RunContext,
+    rank: Rank,
+    hub: RankHub,
+    recording: RecordingPlan | None,
+    report: Report,
+    stop: threading.Event,
+) -> None:
+    """Serve with the engine over ranks that compute every layer together."""
+    collectives, timeout = rank.collectives, collective_timeout(context.config)
+    assert collectives is not None
+    executor = JointExecutor(rank.runner, hub, timeout=timeout, num_entered=lambda: collectives.traffic.num_entered)
+    recorded = None if recording is None else ExpertRecording(recording)
+    serve(context, rank, executor, open_suspects(context), report, stop, recorded, ExpertSources())
+    executor.close()
+
+
 def _follow_first(
     context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedPart, report: Report
 ) -> None:
@@ -287,8 +312,8 @@ def _follow_first(
     meeting, number = meet_first(context), member.number
     report(Met(meeting.incarnation))
     link = RankLink(sockets, meeting, number)
-    group = member.rank.group
-    num_done = member.rank.progress.count if group is None else lambda: group.collectives.traffic.num_entered
+    collectives, is_stage = _collectives(member), member.config.pipeline_parallel_size > 1
+    num_done = member.rank.progress.count if is_stage else lambda: collectives.traffic.num_entered
     beats = BeatThread(sockets, meeting, number, num_done, member.rank.memory_stats)
     beats.busy.set()
     beats.start()
@@ -308,7 +333,7 @@ def _follow_first(
         link.send(Started(number))
         report(Computing())
         if started.migrator is None:
-            StageSteps(number, link, started.runner, beats).run()
+            StageSteps(number, link, started.runner, beats, returns_results=is_stage).run()
         else:
             copies = MemberCopies(number, lambda *folder: disk_copier(started, files_for(started, *folder)), link.send)
             RankSteps(number, link, started.runner, started.begin_step, started.migrator, beats, copies).run()
@@ -329,7 +354,7 @@ def _check_device(rank: int, own: str, first: str) -> None:
 
 def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
     config = context.config
-    placement = None if setup.placement is None else Placement(config.expert_parallel_size, setup.placement)
+    placement = None if setup.placement is None else Placement(config.num_ranks, setup.placement)
     return plan_from_rank_0(Path(context.model_dir), config, placement, setup.kv, setup.expert_slots, setup.layers)
 
 

@@ -16,6 +16,7 @@ from moeserve.model.dummy import dummy_index, is_dummy_folder
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.packed.config import quantization_in
 from moeserve.model.packed.parts import joined_matrices
+from moeserve.model.shards import Cut, Cuts, Shard, layer_cuts, outer_cuts
 from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, DeltaNetSpec, MlaSpec, MoeSpec, MtpSpec
 from moeserve.model.stages import Stage
 from moeserve.model.stored import TensorInfo, is_in_blocks, read_headers
@@ -67,7 +68,8 @@ class StoredTensor:
     """A tensor to read.
 
     shape: as the decoder uses it. num_bytes: to read from the file, block scales included. dtype: in the file, as
-    `TensorInfo` names it. has_order: where its blocks are kept, columns are in an order of their own.
+    `TensorInfo` names it. has_order: where its blocks are kept, columns are in an order of their own. cut: the part of
+    the stored tensor that is read, None for all of it.
     """
 
     name: str
@@ -75,6 +77,11 @@ class StoredTensor:
     num_bytes: int
     dtype: str
     has_order: bool = False
+    cut: Cut | None = None
+
+    def part(self, cut: Cut) -> StoredTensor:
+        """Return a part of a tensor that is whole."""
+        return replace(self, shape=cut.shape(self.shape), num_bytes=self.num_bytes * cut.length // cut.size, cut=cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,15 @@ class WeightPlan:
             following = self.layers[stage.end].tensors
             keys = ("input_norm", "input_norm.bias")
             outer |= {key.removeprefix("input_"): following[key] for key in keys if key in following}
+        return WeightPlan(outer, layers, _bytes_to_read(outer.values(), layers, spec))
+
+    def of_shard(self, shard: Shard, spec: DecoderSpec) -> WeightPlan:
+        """Return the tensors of a shard of the model `spec`, without an MTP layer. Experts stay as they are."""
+        layers = tuple(
+            LayerPlan(_cut(layer.tensors, layer_cuts(spec, number, shard)), layer.experts)
+            for number, layer in enumerate(self.layers)
+        )
+        outer = _cut(self.outer, outer_cuts(spec, shard))
         return WeightPlan(outer, layers, _bytes_to_read(outer.values(), layers, spec))
 
     def loaded_num_bytes(self, item_size: int, *, narrow: bool, quantised: QuantisedBytes | None = None) -> int:
@@ -204,6 +220,17 @@ def plan_experts(
     """Find the tensors of some experts of one layer, None for all, in a checkpoint that `plan_weights` has accepted."""
     owned = None if experts is None else lambda _: experts
     return _Matcher(spec, index).match_experts(layer, _owned(spec, layer, owned))
+
+
+def _cut(tensors: Mapping[str, StoredTensor], cuts: Cuts) -> dict[str, StoredTensor]:
+    """Return the parts of tensors, without those that the shard does not have."""
+    parts = {}
+    for key, tensor in tensors.items():
+        if key not in cuts:
+            parts[key] = tensor
+        elif (cut := cuts[key]) is not None:
+            parts[key] = tensor.part(cut)
+    return parts
 
 
 def _bytes_to_read(outer: Iterable[StoredTensor], layers: Iterable[LayerPlan], spec: DecoderSpec) -> int:

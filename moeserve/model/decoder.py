@@ -22,8 +22,10 @@ from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormW
 from kernels.state_rows import StateRows
 from kernels.weight_formats import Matrix
 from moeserve.model.delta_net import GatedDeltaNet
+from moeserve.model.norms_over_ranks import NormsOverRanks, Partners
 from moeserve.model.rope import Frequencies, rope_frequencies, rope_switch
 from moeserve.model.rounding import look_up
+from moeserve.model.shards import Shard
 from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, ModelSpec, RopeSpec
 from moeserve.model.stages import Stage
 from moeserve.model.state_pool import StatePool, pools_by_layer
@@ -37,8 +39,9 @@ class GqaAttention:
     """Multi-head attention with shared key-value heads; queries, keys and values come from one packed projection.
 
     qkv: rows of all query heads, then key heads, then value heads, then the gates of all query heads if there are any.
-    q_norm, k_norm: weights of ``head`` ([D]) or ``flat`` norms. sinks: [H]. block: all of it as one call of the
-    compiled kernels, None where they do not compute it.
+    q_norm, k_norm: weights of ``head`` ([D]) or ``flat`` norms. sinks: [H]. partners: the ranks that have the other
+    heads, None if all are here. block: all of it as one call of the compiled kernels, None where they do not compute
+    it.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class GqaAttention:
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         sinks: Tensor | None = None,
+        partners: Partners | None = None,
     ) -> None:
         self._spec, self._ops, self._qkv, self._o = spec, ops, qkv, o
         self._num_heads = spec.num_heads + 2 * spec.num_kv_heads
@@ -66,7 +70,11 @@ class GqaAttention:
                 self._flat_norms = (NormWeights(q_norm, None, eps), NormWeights(k_norm, None, eps))
             else:
                 self._head_norms = (q_norm, k_norm)
-        self.block = None if spec.gated or spec.clip_qkv is not None else attention_block(self._weights())
+        self._norms_over_ranks: NormsOverRanks | None = None
+        if partners is not None and self._flat_norms:
+            self._norms_over_ranks = NormsOverRanks(spec, ops, partners, *self._flat_norms)
+        is_plain = not spec.gated and spec.clip_qkv is None and self._norms_over_ranks is None
+        self.block = attention_block(self._weights()) if is_plain else None
 
     def _weights(self) -> AttentionWeights:
         spec, norms = self._spec, [norm.weight for norm in self._flat_norms]
@@ -94,11 +102,10 @@ class GqaAttention:
         spec, ops, num_tokens = self._spec, self._ops, x.shape[0]
         projected = self._qkv(x)
         qkv = projected[:, : self._width] if spec.gated else projected
-        first = 0
-        for norm in self._flat_norms:
-            part = qkv[:, first : first + norm.weight.shape[0]]
-            ops.norm(part, norm, out=part)
-            first += norm.weight.shape[0]
+        if self._norms_over_ranks is not None:
+            self._norms_over_ranks(qkv[:, : (spec.num_heads + spec.num_kv_heads) * spec.head_dim])
+        else:
+            self._norm_flat(qkv)
         q = ops.rotate_and_store(
             qkv.view(num_tokens, self._num_heads, -1),
             step,
@@ -112,6 +119,14 @@ class GqaAttention:
         out = ops.attend(q, keys, values, step.context, scale=spec.scale, window=self._window, sinks=self._sinks)
         out = out.view(num_tokens, -1)
         return self._o(out.mul_(ops.sigmoid(projected[:, self._width :])) if spec.gated else out)
+
+    def _norm_flat(self, qkv: Tensor) -> None:
+        """Norm queries and keys in place over the channels of all heads, if the model does."""
+        first = 0
+        for norm in self._flat_norms:
+            part = qkv[:, first : first + norm.weight.shape[0]]
+            self._ops.norm(part, norm, out=part)
+            first += norm.weight.shape[0]
 
 
 class MlaAttention:
@@ -345,11 +360,13 @@ class Border(Protocol):
 
 
 class Decoder:
-    """A loaded model, or a stage of one. It holds weights and tables; the data of requests comes with each call.
+    """A loaded model, a stage of one, or a shard of one. It holds weights and tables; the data of requests comes with
+    each call.
 
     embedding: [vocab, hidden], possibly of a lower precision than ``dtype``, the dtype of all computation. observers:
     called for each layer; a replayed graph calls none. mtp: the layer that drafts tokens, None where it is not used.
-    border: None for a whole model. embedding and lm_head are None where other stages have them.
+    border: None for a whole model. embedding and lm_head are None where other stages have them. partners: None unless
+    the weights are a shard.
     """
 
     def __init__(
@@ -366,9 +383,11 @@ class Decoder:
         observers: Sequence[AnyObserver] = (),
         mtp: MtpLayer | None = None,
         border: Border | None = None,
+        partners: Partners | None = None,
     ) -> None:
         self.spec = spec
         self._border = border
+        self._partners = partners
         self.mtp = mtp
         self.dtype = dtype
         self.device = ops.device
@@ -381,7 +400,8 @@ class Decoder:
         self._lm_head = lm_head
         self._rope = RopeTable(spec.rope, max_model_len, torch.float32 if ops.wide_angles else dtype, ops.device)
         self._observers = observers
-        self._native = _native_layers(spec, self._layers, self._next_norms) if dtype is torch.float32 else None
+        one_call = dtype is torch.float32 and partners is None
+        self._native = _native_layers(spec, self._layers, self._next_norms) if one_call else None
 
     def settle(self, begin_step: Callable[[int], None]) -> None:
         """Do nothing: there is nothing to choose. See `StepDecoder.settle`."""
@@ -406,7 +426,18 @@ class Decoder:
         """[S, hidden] -> [S, vocab]."""
         assert self._lm_head is not None, "another stage has the output projection"
         logits = self._lm_head(states)
+        if self._partners is not None:
+            logits = self._join_logits(self._partners, logits)
         return logits if self.spec.logit_divisor == 1.0 else logits.div_(self.spec.logit_divisor)
+
+    def _join_logits(self, partners: Partners, logits: Tensor) -> Tensor:
+        """Return the logits [S, vocab] of all ranks, of which this one has some columns."""
+        size, count = self.spec.vocab_size, partners.shard.count
+        joined = logits.new_empty((len(logits), size))
+        for number, part in enumerate(partners.gather(logits)):
+            places = Shard(number, count).of_equal(size)
+            joined[:, places.start : places.stop] = part
+        return joined
 
     def states(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
         """Return the states [S, hidden] after the last norm, of the rows that need logits.
@@ -449,7 +480,7 @@ class Decoder:
             for observer in self._observers:
                 observer.chose_all(chosen)
             return normed
-        last, multiplier = len(self._layers) - 1, spec.residual_multiplier
+        last, multiplier, partners = len(self._layers) - 1, spec.residual_multiplier, self._partners
         for number, (layer, (keys, values), next_norm) in enumerate(
             zip(self._layers, kv_pools[: len(self._layers)], self._next_norms, strict=True)
         ):
@@ -460,8 +491,12 @@ class Decoder:
                 if not rows.shape[0]:
                     _serve_others(layer, residual)
                     return residual
+            if partners is not None:
+                out = partners.add_up(out)
             normed = ops.norm_of_sum(out, residual, layer.post_norm, multiplier)
             out = layer.feed_forward(normed, num_valid, residual)
+            if partners is not None:
+                out = partners.add_up(out)
             normed = ops.norm_of_sum(out, residual, next_norm, multiplier)
             for observer in self._observers:
                 observer.passed()
@@ -469,8 +504,18 @@ class Decoder:
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         assert self._embedding is not None, "another stage has the embedding"
-        embedded = look_up(self._embedding, token_ids).to(self.dtype)
+        if self._partners is None:
+            embedded = look_up(self._embedding, token_ids).to(self.dtype)
+        else:
+            embedded = self._partners.add_up(self._own_rows(self._embedding, self._partners.shard, token_ids))
         return embedded if self.spec.embedding_multiplier == 1.0 else embedded.mul_(self.spec.embedding_multiplier)
+
+    def _own_rows(self, embedding: Matrix, shard: Shard, token_ids: Tensor) -> Tensor:
+        """Return the rows of the tokens that this shard has, and zeros for others."""
+        own = shard.of(self.spec.vocab_size)
+        places = token_ids - own.start
+        is_other = (places < 0) | (places >= len(own))
+        return look_up(embedding, places.masked_fill_(is_other, 0)).to(self.dtype).masked_fill_(is_other[:, None], 0.0)
 
     def predict_next(
         self, batch: ForwardBatch, states: Tensor, rows: Tensor, kv_pools: KvPools

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -124,6 +125,18 @@ class Rounding:
         if not self.keeps_stored or key.rpartition(".")[2] in _KEPT:
             return None
         return format_in_file(stored.dtype)
+
+    def check_cuts(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """Raise CheckpointError for columns that are cut within the blocks in which a matrix is kept."""
+        for key, stored in tensors.items():
+            form = self.stored_format(key, stored)
+            if form is None or stored.cut is None or stored.cut.dim == 0:
+                continue
+            if stored.has_order or stored.shape[1] % form.block:
+                raise CheckpointError(
+                    f"{stored.name} cannot be shared by --tensor-parallel-size: each rank's columns have to be whole "
+                    f"blocks of {form.block} in the order of the file."
+                )
 
     def narrows(self, key: str) -> bool:
         """Return whether a matrix outside experts is kept in bfloat16 whatever the checkpoint has."""

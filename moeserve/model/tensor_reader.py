@@ -15,6 +15,7 @@ from kernels.weight_formats import QuantizedRows, rows_of_mxfp4
 from moeserve.model.checkpoint import StoredTensor
 from moeserve.model.dummy import draw_into, is_dummy
 from moeserve.model.packed.tensors import expand_fp8, read_numbers, read_rows
+from moeserve.model.shards import Cut
 from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import PackedPart, TensorInfo
 
@@ -71,12 +72,33 @@ class TensorReader:
 
     def read_into(self, stored: StoredTensor, out: Tensor) -> None:
         """Fill ``out`` in its own dtype. Its shape may differ from the stored one by dimensions of 1."""
+        if stored.cut is None:
+            self._fill(stored, out)
+        else:
+            out.copy_(self._part(stored, stored.cut, out.dtype).view(out.shape))
+        self._advance(stored.num_bytes)
+
+    def _fill(self, stored: StoredTensor, out: Tensor) -> None:
+        """Fill ``out`` with the whole tensor."""
         info = self._index[stored.name]
         if is_dummy(info):
             draw_into(stored.name, info, out)
         elif not self._read_fp8_into(stored, None, out):
             out.copy_(self._whole(stored.name).view(out.shape))
-        self._advance(stored.num_bytes)
+
+    def _part(self, stored: StoredTensor, cut: Cut, dtype: torch.dtype) -> Tensor:
+        """Return the part of a tensor that is cut, in ``dtype`` or in its own; of plain numbers no more is read."""
+        info, shape = self._index[stored.name], cut.whole_shape(stored.shape)
+        if info.gguf is None and info.packed is None and info.shape == shape and not is_dummy(info):
+
+            def read(file: Any) -> Tensor:
+                whole = file.get_slice(stored.name)
+                return torch.cat([whole[_places(cut, part)] for part in cut.ranges], cut.dim)
+
+            return self._call(stored.name, info.file, read)
+        whole = torch.empty(shape, dtype=dtype)
+        self._fill(stored, whole)
+        return torch.cat([whole[_places(cut, part)] for part in cut.ranges], cut.dim)
 
     def read_expert_into(self, stored: StoredTensor, expert: int, out: Tensor) -> None:
         """Fill ``out`` with row ``expert`` of a tensor of all experts, viewed in the shape of ``out``."""
@@ -122,7 +144,7 @@ class TensorReader:
                 share = 1 if expert is None else (expert + 1) / stored.shape[0]
                 self._forget_behind(stored.name, info.gguf, int(info.num_bytes * share))
         self._advance(stored.num_bytes if expert is None else stored.num_bytes // stored.shape[0])
-        return rows
+        return rows if stored.cut is None else _cut_rows(stored.name, rows, stored.cut)
 
     def read_optional(self, tensors: Mapping[str, StoredTensor], key: str, dtype: torch.dtype) -> Tensor | None:
         """Return the tensor of a key, or None if the checkpoint has none."""
@@ -214,6 +236,22 @@ class TensorReader:
         self._done += num_bytes
         if self._progress is not None:
             self._progress(self._done, self._total)
+
+
+def _places(cut: Cut, part: range) -> tuple[slice, ...]:
+    """Return the index of a range of a cut."""
+    return (*[slice(None)] * cut.dim, slice(part.start, part.stop))
+
+
+def _cut_rows(name: str, rows: QuantizedRows, cut: Cut) -> QuantizedRows:
+    """Return a part of a quantised matrix. Raise CheckpointError for columns that are not whole blocks."""
+    try:
+        if cut.dim == 0:
+            return rows.rows(torch.cat([torch.arange(part.start, part.stop) for part in cut.ranges]))
+        (part,) = cut.ranges
+        return rows.columns(part.start, part.stop)
+    except ValueError as error:
+        raise CheckpointError(f"{name} cannot be shared by --tensor-parallel-size: {error}.") from None
 
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -31,7 +31,9 @@ from moeserve.model.decoder import Border, Decoder, DecoderLayer, GqaAttention, 
 from moeserve.model.delta_net import GatedDeltaNet, by_part
 from moeserve.model.dummy import is_dummy_folder
 from moeserve.model.expert_weights import ExpertReader
+from moeserve.model.norms_over_ranks import Partners
 from moeserve.model.rounding import NO_ROUNDING, Rounding, fine
+from moeserve.model.shards import sharded
 from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, DeltaNetSpec, MlaSpec
 from moeserve.model.tensor_reader import Progress, TensorReader
 
@@ -58,6 +60,7 @@ def load_decoder(
     packed_experts: PackedLayer | None = None,
     forgets_files: bool = False,
     border: Border | None = None,
+    partners: Partners | None = None,
 ) -> Decoder:
     """Load the safetensors checkpoint in ``directory`` as ``dtype`` (float32, bfloat16 or float16).
 
@@ -65,7 +68,8 @@ def load_decoder(
     owned_experts(layer): the experts to read, all if None; owning fewer takes a ``dispatch_of(layer)`` that reaches the
     others. observers: of all steps. progress(done_bytes, total_bytes). rounding: of float32 weights on a CPU.
     packed_experts: see ``PackedLayer``; ``owned_experts`` returns none then. forgets_files: see `TensorReader`.
-    border: of the stage that is to be loaded, None for all layers.
+    border: of the stage that is to be loaded, None for all layers. partners: the ranks that have the other shards, None
+    for whole matrices.
     Check every tensor's name and shape before memory is taken; raise CheckpointError.
     ``WeightPlan.loaded_num_bytes`` tells the needed memory beforehand.
     """
@@ -75,10 +79,14 @@ def load_decoder(
     plan, first = plan_weights(spec, index, owned_experts), 0
     if border is not None:
         plan, first = plan.of_stage(border.stage, spec), border.stage.first
+    if partners is not None:
+        plan, spec = plan.of_shard(partners.shard, spec), sharded(spec, partners.shard)
     drawn = torch.device(ops.device) if is_dummy_folder(directory) else nullcontext()  # there, rather than copied
     with TensorReader(index, plan.num_bytes, progress=progress, forgets=forgets_files) as reader, drawn:
         first_place = sum(spec.sparse_layers[:first])
-        loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers, rounding, packed_experts, first_place)
+        loader = _Loader(
+            spec, ops, reader, dtype, dispatch_of, observers, rounding, packed_experts, first_place, partners
+        )
         embedding = loader.embedding(plan.outer["embedding"]) if "embedding" in plan.outer else None
         layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers, first)]
         return Decoder(
@@ -93,6 +101,7 @@ def load_decoder(
             observers=observers,
             mtp=None if plan.mtp is None else _load_mtp(spec, plan.mtp, ops, reader, dtype, rounding),
             border=border,
+            partners=partners,
         )
 
 
@@ -127,11 +136,13 @@ class _Loader:
         rounding: Rounding,
         packed_experts: PackedLayer | None = None,
         first_place: int = 0,
+        partners: Partners | None = None,
     ) -> None:
-        """first_place: the number of layers with experts before those that are loaded."""
+        """first_place: the number of layers with experts before those that are loaded. spec: of the shard, if partners
+        have others."""
         self._spec, self._ops, self._reader, self._dtype, self._rounding = spec, ops, reader, dtype, rounding
         self._dispatch_of, self._observers, self._packed_experts = dispatch_of, observers, packed_experts
-        self._first_place = first_place
+        self._first_place, self._partners = first_place, partners
 
     def embedding(self, stored: StoredTensor) -> Matrix:
         """Load the table into memory of its own. Rows are widened when looked up, so it may have fewer bits."""
@@ -236,6 +247,7 @@ class _Loader:
             q_norm=self._norm_weight(tensors["q_norm"]) if "q_norm" in tensors else None,
             k_norm=self._norm_weight(tensors["k_norm"]) if "k_norm" in tensors else None,
             sinks=self._optional(tensors, "sinks"),
+            partners=self._partners,
         )
 
     def _mla(self, tensors: Tensors, spec: MlaSpec) -> MlaAttention:

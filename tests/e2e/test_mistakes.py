@@ -69,7 +69,7 @@ COMMANDS = [
     ("serve -c 4096", 2, "No such option: -c. Here --max-model-len sets the context."),
     ("serve --model x", 2, "No such option: --model. Here MODEL is the first argument."),
     ("serve -m x.gguf", 2, "No such option: -m. Here MODEL is the first argument."),
-    ("serve --tensor-parallel-size 2", 2, "Here --expert-parallel-size N is for experts."),
+    ("serve --tp-size 2", 2, "No such option: --tp-size. Here --tensor-parallel-size N is for heads"),
     ("serve -ngl 99", 2, "No such option: -ngl. Here a model is whole on one device, see --device."),
     ("serve --prot 1", 2, "(Did you mean one of: '--host', '--port'?)"),
     # Models

@@ -47,6 +47,7 @@ def test_a_service_on_loopback_keeps_kv_in_a_private_folder_of_the_cache(cache: 
         {"device": "cuda"},
         {"nnodes": 2},
         {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2},
         {"expert_parallel_size": 2, "rebalance_interval": 60.0},
     ],
 )

@@ -57,7 +57,7 @@ def test_progress_keeps_to_one_line_of_a_terminal():
         ("-c 4096", "-c. Here --max-model-len sets the context."),
         ("-ngl 99", "-ngl. Here a model is whole on one device, see --device."),
         ("-hf owner/name", "-hf. Here MODEL is the first argument."),
-        ("--tensor-parallel-size=2", "--tensor-parallel-size. Here --expert-parallel-size N is for experts."),
+        ("--tp-size=2", "--tp-size. Here --tensor-parallel-size N is for heads, channels and experts."),
     ],
 )
 def test_flags_of_other_servers_are_refused_with_what_is_here(flags, here):

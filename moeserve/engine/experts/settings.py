@@ -27,7 +27,7 @@ def check_experts(config: ServeConfig) -> None:
 
 def plan_placement(directory: Path, spec: ModelSpec, config: ServeConfig) -> Placement:
     """Choose the placement on rank 0, before any rank loads. Raise ConfigError, one sentence, if there is none."""
-    num_ranks = config.expert_parallel_size
+    num_ranks = config.expert_parallel_size * config.tensor_parallel_size
     if spec.moe is None:
         raise ConfigError(
             f"--expert-parallel-size {num_ranks}: a {spec.model_type} model has no experts to share that moeserve "

@@ -90,7 +90,7 @@ class Forward(Message):
 
 
 class ForwardStage(Message):
-    """A step of ranks that share layers: the plan of all of them (`PlanReceiver`)."""
+    """A step of ranks that share layers, or share each layer: the plan of all of them (`PlanReceiver`)."""
 
     plan: bytes
 

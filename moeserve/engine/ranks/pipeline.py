@@ -135,9 +135,13 @@ def joined(results: Sequence[StepResult], seconds: float | None = None) -> StepR
 
 
 class StageSteps:
-    """Computes the stage of a rank in the steps that rank 0 sends, and returns the results in order."""
+    """Computes the stage, or the shard, of a rank in the steps that rank 0 sends, and returns the results in order."""
 
-    def __init__(self, rank: int, link: RankLink, runner: Runner, beats: BeatThread) -> None:
+    def __init__(
+        self, rank: int, link: RankLink, runner: Runner, beats: BeatThread, *, returns_results: bool = True
+    ) -> None:
+        """returns_results: False where those of rank 0 are the same."""
+        self._returns_results = returns_results
         self._rank, self._link, self._runner, self._beats = rank, link, runner, beats
         self._plans = PlanReceiver()
 
@@ -162,6 +166,8 @@ class StageSteps:
 
     def _compute(self, plan: StepPlan) -> None:
         result = self._runner.launch(plan).result()
+        if not self._returns_results:
+            return
         if result.routing is not None:
             result.routing = bytes(result.routing)
         self._link.send(RankResult(self._rank, result))

@@ -1,4 +1,4 @@
-"""The settings of ranks that share the layers of a model: check them, and split the layers."""
+"""The settings of ranks that share a model's layers, or each of its layers: check them, and split the layers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,34 @@ _WITHOUT_PIPELINE = {
     "kv_disk_path": "a block of keys and values lies in parts on all ranks",
     "kv_transfer_config": "a block of keys and values lies in parts on all ranks",
 }
+
+
+# Settings that do not go together with `--tensor-parallel-size`, each with the reason, a clause.
+_WITHOUT_SHARDS = {
+    "pipeline_parallel_size": "ranks that share every layer have parts of all layers",
+    "num_redundant_experts": "which replica serves a row would go by the group of ranks that has it",
+    "rebalance_interval": "experts stay where they are",
+    "expert_memory": "every rank keeps its experts in memory",
+    "expert_store_dir": "every rank keeps its experts in memory",
+    "kv_disk_path": "a block of keys and values lies in parts on all ranks",
+    "kv_transfer_config": "a block of keys and values lies in parts on all ranks",
+}
+
+
+def check_tensor(config: ServeConfig) -> None:
+    """Raise ConfigError for settings that do not go together with shards of every layer on several ranks."""
+    if config.tensor_parallel_size == 1:
+        return
+    for name, reason in _WITHOUT_SHARDS.items():
+        if getattr(config, name) != getattr(ServeConfig, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} does not go together with --tensor-parallel-size: {reason}.")
+    if config.device == "cuda":
+        raise ConfigError("--tensor-parallel-size is for CPUs so far: no machine with several GPUs was at hand.")
+    if parse_speculative(config.speculative_config).method == "mtp":
+        raise ConfigError(
+            "--speculative-config mtp does not go together with --tensor-parallel-size: the layer that drafts is whole."
+        )
 
 
 def check_pipeline(config: ServeConfig) -> None:

@@ -52,10 +52,12 @@ class RankedExecutor:
         num_entered: Callable[[], int],
         placement_version: Callable[[], int],
         listeners: Sequence[Callable[[object], None]],
+        num_shards: int = 1,
     ) -> None:
         """timeout: the seconds that one rank may be behind another in a step. num_entered: the number of collectives
         that this rank has entered. placement_version: the version for the next step. listeners: each receives every
-        message of the other ranks that is no result."""
+        message of the other ranks that is no result. num_shards: the neighbouring ranks that compute a plan together.
+        """
         self._runner = runner
         self._begin_step = begin_step
         self._hub = hub
@@ -63,16 +65,19 @@ class RankedExecutor:
         self._num_entered = num_entered
         self._placement_version = placement_version
         self._listeners = listeners
+        self._num_shards = num_shards
         self._plans = {rank: PlanSender() for rank in hub.others}
         self._in_flight: dict[int, Pending[StepResult]] = {}
         self._results: defaultdict[int, dict[int, StepResult]] = defaultdict(dict)
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
         """Launch a step on all ranks. Results must be taken in the order of the steps."""
-        rows, number = StepRows.of(plans), plans[0].step
+        rows, number = StepRows.of(plans).of_first_ranks(self._num_shards), plans[0].step
         counts = [*rows.num_rows], [*rows.num_logit_rows], rows.only_decodes
         for rank, sender in self._plans.items():
-            self._hub.send(rank, Forward(sender.encode(plans[rank]), *counts, self._placement_version()))
+            self._hub.send(
+                rank, Forward(sender.encode(plans[rank // self._num_shards]), *counts, self._placement_version())
+            )
         self._begin_step(rows)
         with self._blaming():
             step = self._in_flight[number] = self._runner.launch(plans[0])
@@ -108,7 +113,7 @@ class RankedExecutor:
         return self._with_others(own)
 
     def _with_others(self, own: StepResult) -> list[StepResult]:
-        """Return the results of all ranks for a step. Keep results of later steps, which may come in between."""
+        """Return the results of all plans of a step. Keep results of later steps, which may come in between."""
         deadline = time.monotonic() + self._timeout
         while len(results := self._results[own.step]) < len(self._hub.others):
             message = self._hub.receive(_POLL_SECONDS)
@@ -117,7 +122,7 @@ class RankedExecutor:
                 late = next(rank for rank in self._hub.others if rank not in results)
                 raise RankError(f"{self._hub.name(late)} hung: it did not finish step {own.step}.")
         del self._results[own.step]
-        return [own, *(results[rank] for rank in self._hub.others)]
+        return [own, *(results[rank] for rank in self._hub.others)][:: self._num_shards]
 
     def _take(self, message: object) -> None:
         if isinstance(message, RankResult):

@@ -52,6 +52,15 @@ class StepRows:
         """Return the rows of a step that has the same shape on every rank and is not captured."""
         return cls([num_rows] * num_ranks, [num_logit_rows] * num_ranks, only_decodes=False)
 
+    def of_first_ranks(self, num_shards: int) -> StepRows:
+        """Return the rows of all ranks where each of these is a group, of which the first rank has the rows."""
+        others = [0] * (num_shards - 1)
+        of_all, of_last = (
+            [number for count in counts for number in (count, *others)]
+            for counts in (self.num_rows, self.num_logit_rows)
+        )
+        return StepRows(of_all, of_last, self.only_decodes)
+
     def captured_size(self, sizes: Sequence[int]) -> int | None:
         """Return the smallest of `sizes` (ascending) that holds the rows of any rank; all ranks pad to it.
 

@@ -1,0 +1,98 @@
+"""Ranks that compute every layer together, each with its shard of the weights, as one rank sees them.
+
+All get the same plan and hold blocks with the same ids, each with the keys, values and states of its own heads. So
+there is one scheduler and one prefix cache, as for a single rank, and every rank samples the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from experts.placement.placement import Placement
+from kernels.activation import Activation
+from moeserve.model.shards import Shard, sharded
+from moeserve.model.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from experts.parallel.collectives import Collectives  # It imports deepspeed, which a single rank does not need.
+
+# As `kernels.moe.moe_experts_partial`.
+Compute = Callable[[Tensor, Tensor, Tensor, Any, Activation], Tensor]
+
+
+class RankPartners:
+    """Implements `moeserve.model.norms_over_ranks.Partners` over `size` neighbouring ranks.
+
+    part: the decoder of this rank's shard.
+    """
+
+    def __init__(self, collectives: Collectives, size: int, spec: DecoderSpec) -> None:
+        """spec: of the whole model."""
+        self.shard = Shard(collectives.rank % size, size)
+        self.part = sharded(spec, self.shard)
+        self._collectives, first = collectives, collectives.rank - self.shard.number
+        self._ranks = range(first, first + size)
+
+    def add_up(self, parts: Tensor) -> Tensor:
+        first, *others = self.gather(parts.float())
+        # In the order of ranks, so that the sum has the same bits on each of them.
+        for part in others:
+            first.add_(part)
+        return first.to(parts.dtype)
+
+    def gather(self, rows: Tensor) -> Sequence[Tensor]:
+        return self._collectives.exchange(rows, self._ranks)
+
+
+class FirstRanksRows:
+    """Has the first rank of a shard's group bring the rows, which all of the group have, to the experts of all ranks.
+
+    The decoder adds up the results, which are zeros on the others. So the experts' outputs are in one place of the sum,
+    whatever rows there are.
+    """
+
+    def __init__(self, shard: Shard, dispatch_of: Callable[[int], Compute]) -> None:
+        """dispatch_of: of the rows of one rank."""
+        self._is_first, self._dispatch_of = shard.number == 0, dispatch_of
+
+    def dispatch_of(self, layer: int) -> Compute:
+        dispatch = self._dispatch_of(layer)
+        if self._is_first:
+            return dispatch
+
+        def serve(x: Tensor, ids: Tensor, weights: Tensor, experts: Any, activation: Activation) -> Tensor:
+            dispatch(x[:0], ids[:0], weights[:0], experts, activation)
+            return torch.zeros_like(x)
+
+        return serve
+
+
+class OwnExperts:
+    """Computes the rows, which all ranks have, with the experts of one rank. The decoder adds up the ranks' sums."""
+
+    def __init__(self, placement: Placement, moe_layers: Sequence[int], rank: int, compute: Compute) -> None:
+        """compute: with the local experts, each in a slot, in the order of the placement."""
+        self._compute = compute
+        # [E + 1], by decoder layer: the slot of each expert, -1 where another rank has it and for padding.
+        self._slots = {
+            layer: _slots(placement.experts_on(number, rank), placement.num_experts)
+            for number, layer in enumerate(moe_layers)
+        }
+
+    def dispatch_of(self, layer: int) -> Compute:
+        slots, compute = self._slots[layer], self._compute
+
+        def dispatch(x: Tensor, ids: Tensor, weights: Tensor, experts: Any, activation: Activation) -> Tensor:
+            return compute(x, slots[ids], weights, experts, activation).to(x.dtype) if len(x) else x
+
+        return dispatch
+
+
+def _slots(experts: Sequence[int], num_experts: int) -> Tensor:
+    slots = torch.full((num_experts + 1,), -1, dtype=torch.int64)
+    slots[list(experts)] = torch.arange(len(experts))
+    return slots

@@ -1,0 +1,118 @@
+"""A service whose layers are each on two ranks: one set of answers, whatever it is asked, and also after losing one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_layers_over_ranks import PATIENT, ask, ask_all, bodies
+from tests.support.kills import pid_of
+from tests.support.saved_models import saved_model
+from tests.support.service import Service, descendants, is_alive, service, wait_until
+from tests.support.tiny_model import write_model_dir
+
+TWO = ("--tensor-parallel-size", "2", *PATIENT)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("m")
+    write_model_dir(directory)
+    saved_model("qwen3_moe", directory, eos_token_id=1)
+    return directory
+
+
+# With experts, with states and shared experts, without experts; groups of ranks that share the experts.
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("qwen3_moe", ("--max-num-batched-tokens", "64")),
+        ("qwen3_next", ("--speculative-config", "suffix")),
+        ("qwen3", ("--kv-cache-memory", "150KiB", "--max-model-len", "160", "--max-num-seqs", "4")),
+        ("qwen2_moe", ("--expert-parallel-size", "2")),
+        pytest.param("gpt_oss", (), marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_share_each_layer_give_the_answers_of_one_rank_and_end_cleanly(
+    tmp_path_factory: pytest.TempPathFactory, case: str, settings: tuple[str, ...]
+) -> None:
+    directory = tmp_path_factory.mktemp(case)
+    write_model_dir(directory)
+    saved_model(case, directory, eos_token_id=1)
+    asked = [body for body in bodies() if case != "qwen3_next" or "use_beam_search" not in body]
+    with service(directory, tmp_path_factory.mktemp("one"), *PATIENT) as one:
+        expected = [ask(one, body)[0] for body in asked]
+    with service(directory, tmp_path_factory.mktemp("two"), *TWO, *settings) as two:
+        processes = descendants(two.process.pid)
+        alone = [ask(two, body)[0] for body in asked]
+        assert [[choice["text"] for choice in choices] for choices in alone] == [
+            [choice["text"] for choice in choices] for choices in expected
+        ]
+        with ThreadPoolExecutor(5) as pool:
+            assert [choices for choices, _ in pool.map(lambda body: ask(two, body), asked)] == alone
+        assert [ask(two, asked[0])[1] > 0 for _ in range(2)][-1]
+        two.process.send_signal(signal.SIGTERM)
+        assert two.end() == 0
+        assert two.leaves_nothing()
+        wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def killed_in_turn(running: Service, ranks: tuple[int, ...]) -> Iterator[None]:
+    """Kill each rank while a stream is open; the stream must be whole."""
+    whole = list(running.stream(max_tokens=200, temperature=1.0, seed=3))
+    for rank in ranks:
+        events = running.stream(max_tokens=200, temperature=1.0, seed=3)
+        begun = [next(events)]
+        copy = pid_of(running, f"rank {rank}")
+        assert copy is not None
+        os.kill(copy, signal.SIGKILL)
+        found = [*begun, *events]
+        assert [event["choices"] for event in found] == [event["choices"] for event in whole]
+        wait_until(lambda rank=rank, copy=copy: pid_of(running, f"rank {rank}") not in (None, copy))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [((), (1, 0)), pytest.param(("--expert-parallel-size", "2"), (3, 1, 2, 0), marks=pytest.mark.long)],
+)
+def test_a_killed_rank_is_a_pause_and_no_whole_start(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, settings: tuple[str, ...], ranks: tuple[int, ...]
+) -> None:
+    with service(model, tmp_path_factory.mktemp("s"), *TWO, *settings) as running:
+        expected = ask_all(running)
+        for _ in killed_in_turn(running, ranks):
+            assert running.process.poll() is None
+        assert ask_all(running) == expected
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 0
+        assert running.leaves_nothing()
+
+
+def test_a_stopped_rank_is_found_out_and_named(model: Path, tmp_path: Path) -> None:
+    with service(model, tmp_path, *TWO, "--engine-timeout", "6", "--max-restarts", "0") as watched:
+        stopped = pid_of(watched, "rank 1")
+        assert stopped is not None
+        events = watched.stream(max_tokens=200)
+        next(events)
+        os.kill(stopped, signal.SIGSTOP)
+        assert "error" in list(events)[-1]
+        assert watched.end() == 1
+        said = watched.errors.read_text()
+        assert "Rank 1" in said, said
+        assert watched.leaves_nothing()
+
+
+def test_a_model_that_cannot_be_shared_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    for settings, code, said in (
+        (("--model-impl", "transformers"), 2, "layers of a qwen3_moe model, which transformers' code computes"),
+        (("--tensor-parallel-size", "3"), 1, "--tensor-parallel-size 3: 4 attention heads of this qwen3_moe model"),
+    ):
+        with service(model, tmp_path / settings[1], *TWO, *settings, ready=False) as refused:
+            assert refused.end() == code
+            assert said in refused.errors.read_text()
