@@ -61,7 +61,7 @@ def said_of_disk(config: ServeConfig) -> str | None:
 
 def _suits(config: ServeConfig) -> bool:
     """Return whether KV on disk is of use to a service, and nobody but this user's programs reaches it."""
-    several = config.nnodes > 1 or config.pipeline_parallel_size > 1 or config.tensor_parallel_size > 1
+    several = config.nnodes > 1 or config.tensor_parallel_size > 1
     several = several or (config.expert_parallel_size > 1 and config.rebalance_interval > 0)
     return (
         is_loopback(config.host)

@@ -34,8 +34,8 @@ _NCCL_SECONDS = 3600
 # host for good; a mark stands for up to twenty launches.
 _MARKS_AHEAD = 32
 _POLL_SECONDS = 20e-6
-# A rank before may compute for any time: whoever gave the ranks their work finds out which of them hangs.
-_SECONDS_TO_RECEIVE = 30 * 86400
+# Any time, for ranks that wait for ranks of another stage: whoever gave them their work finds out which of them hangs.
+UNBOUNDED_SECONDS = 30 * 86400
 
 
 @dataclass(slots=True)
@@ -79,6 +79,20 @@ class Collectives:
         self.waits = DeviceWaits(self.device, 0.0)
         # Kept until they have been taken: their memory must not be used for anything else before.
         self._sent: deque[tuple[Any, Tensor]] = deque()
+        # Of torch.distributed; None stands for all ranks.
+        self._process_group: Any = None
+        self._parts: dict[int, Collectives] = {}
+
+    def part_of(self, size: int) -> Collectives:
+        """Return the collectives of this rank's part of the ranks, `size` of them that follow each other.
+
+        Its ranks are numbered from 0. It is opened with all ranks, and has traffic and patience of its own.
+        """
+        if size == self.num_ranks:
+            return self
+        if size not in self._parts:
+            self._parts[size] = Collectives(self.rank % size, size, device=self.device)
+        return self._parts[size]
 
     def open(self, rendezvous: Path | Store | None, timeout: float, *, interface: str = "lo") -> None:
         """Meet the other ranks in a file on this machine, in a store, or in torchrun's store for None.
@@ -113,22 +127,37 @@ class Collectives:
             )
         except RuntimeError as error:
             raise CollectiveError(_first_line(error)) from error
+        for size, part in self._parts.items():
+            part._join(self._split(size), timeout)
         self.be_patient(timeout)
         # A thread of the batch class would wait for the end of a time slice of a rank that computes.
         if not (self._on_gpu or self._computes_meanwhile):
             # New threads are found by comparing: a thread has its name only once it runs.
             _let_senders_finish(_threads() - before)
 
+    def _split(self, size: int) -> Any:
+        """Make a group of every `size` ranks, which all ranks do together, and return this rank's own."""
+        parts = [list(range(first, first + size)) for first in range(0, self.num_ranks, size)]
+        try:
+            groups = [comm.new_group(ranks) for ranks in parts]
+        except RuntimeError as error:
+            raise CollectiveError(_first_line(error)) from error
+        return groups[self.rank // size]
+
+    def _join(self, process_group: Any, timeout: float) -> None:
+        self._process_group = process_group
+        self.be_patient(timeout)
+
     def be_patient(self, seconds: float) -> None:
         """Set the seconds that a rank waits for the others."""
         self.waits.seconds = seconds
-        _set_pg_timeout(timedelta(seconds=_NCCL_SECONDS if self._on_gpu else seconds))
+        _set_pg_timeout(timedelta(seconds=_NCCL_SECONDS if self._on_gpu else seconds), self._process_group)
 
     def all_to_all(self, rows: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
         """Send the next `to_ranks[r]` of `rows` [N, ...] to rank r; return `from_ranks[r]` rows of each rank r."""
         received = rows.new_empty((sum(from_ranks), *rows.shape[1:]))
         with self._entered():
-            comm.all_to_all_single(received, rows, list(from_ranks), list(to_ranks))
+            comm.all_to_all_single(received, rows, list(from_ranks), list(to_ranks), group=self._process_group)
         self._count_bytes([count * rows[:1].nbytes for count in to_ranks])
         return received
 
@@ -140,7 +169,7 @@ class Collectives:
         if self._on_gpu:
             gathered = rows.new_empty((self.num_ranks * rows.shape[0], *rows.shape[1:]))
             with self._entered():
-                comm.all_gather_into_tensor(gathered, rows)
+                comm.all_gather_into_tensor(gathered, rows, group=self._process_group)
             self._count_bytes([rows.nbytes] * self.num_ranks)
             return gathered
         sizes = [rows.shape[0]] * self.num_ranks
@@ -183,7 +212,7 @@ class Collectives:
     def receive(self, rows: Tensor, from_rank: int) -> None:
         """Wait, for any time, for the rows that one rank sends next to this one, and write them into `rows`."""
         with self._entered():
-            comm.irecv(rows, from_rank).wait(timedelta(seconds=_SECONDS_TO_RECEIVE))
+            comm.irecv(rows, from_rank).wait(timedelta(seconds=UNBOUNDED_SECONDS))
 
     def agree_on_least(self, number: int) -> int:
         """Return the least of the ranks' numbers to all of them. Waits for the others."""

@@ -117,15 +117,16 @@ def load_rank(
     spec = plan.spec
     if config.threads:
         torch.set_num_threads(config.threads)
-    owned = pipe = partners = None
+    owned = pipe = partners = peers = None
     if collectives is not None and plan.placement is not None:
-        owned = owned_experts(spec, plan.placement, collectives.rank)
+        peers = collectives.part_of(plan.placement.num_ranks)
+        owned = owned_experts(spec, plan.placement, peers.rank)
     if collectives is not None and config.tensor_parallel_size > 1:
         assert isinstance(spec, DecoderSpec)
         partners = RankPartners(collectives, config.tensor_parallel_size, spec)
     elif collectives is not None and plan.layers:
         assert isinstance(spec, DecoderSpec)
-        pipe = Pipe(collectives, stages_of(plan.layers)[collectives.rank], spec, plan.dtype)
+        pipe = Pipe(collectives, stages_of(plan.layers), spec, plan.dtype)
     observers: list[AnyObserver] = []
     body = _open_body(directory, plan, config, report, observers, owned, collectives, num_packers, pipe, partners)
     tap = None
@@ -133,8 +134,8 @@ def load_rank(
         tap = RoutingTap(len((spec if pipe is None else pipe.part).moe_layers), spec.moe.num_experts)
         observers.append(tap)
     group = None
-    if collectives is not None and owned is not None and (partners is None or config.expert_parallel_size > 1):
-        group = _make_group(config, plan, body, collectives)
+    if peers is not None and (partners is None or config.expert_parallel_size > 1):
+        group = _make_group(config, plan, body, peers)
     kept: KeptExperts | None = None
     native: dict[str, Any] = {"rounding": plan.rounding}
     if isinstance(spec, DecoderSpec):
@@ -309,7 +310,9 @@ class LoadedRank:
         self._kept = kept
         self._directory, self._plan, self._config, self._body = directory, plan, config, body
         self._decoder, self._observers, self._tap = decoder, observers, tap
-        self._migrator = None if group is None or owned is None else self._make_migrator(group, owned)
+        self._migrator: ExpertMigrator[Any] | None = None
+        if group is not None and owned is not None and not plan.layers:
+            self._migrator = self._make_migrator(group, owned)
         body.record_loaded()
 
     def start(self) -> Rank:
@@ -338,7 +341,7 @@ class LoadedRank:
         if group is not None:
             group.experts.forget_counts()
             self._observers.append(SentCounter(group.experts.sent))
-            group.collectives.be_patient(collective_timeout(config))
+            group.collectives.be_patient(self._patience(group))
         elif self.collectives is not None and config.tensor_parallel_size > 1:
             self.collectives.be_patient(collective_timeout(config))
         model = ServedModel(
@@ -351,6 +354,7 @@ class LoadedRank:
             plan.device,
             prepared.state_row_bytes,
             arithmetic_of(plan, config),
+            plan.layers,
         )
         return Rank(
             ObservedRunner(prepared.runner, self._observers),
@@ -369,6 +373,16 @@ class LoadedRank:
             prepared.warm_up,
             self._write_experts(),
         )
+
+    def _patience(self, group: Group) -> float:
+        """Return the seconds that this rank waits for others of its group.
+
+        In later stages a rank without rows waits there while an earlier stage computes those of another rank.
+        """
+        from experts.parallel.collectives import UNBOUNDED_SECONDS  # Imported late: it loads deepspeed.
+
+        is_later = self.collectives is not None and self.collectives.rank >= group.collectives.num_ranks
+        return UNBOUNDED_SECONDS if is_later else collective_timeout(self._config)
 
     def _write_experts(self) -> ExpertFileWriter | None:
         """Begin to write the expert file if it is wanted and not mapped: in this process, which serves."""

@@ -53,6 +53,7 @@ def fingerprint_of(config: ServeConfig, rank: Rank, model: str) -> str:
         None if rank.group is None else (rank.group.experts.placement.ranks, config.combine_dtype),
         # Where ranks share each layer, each sums its own heads, channels and experts.
         config.tensor_parallel_size,
+        served.layers,  # Where ranks share them, each has its part of a block.
         _compiled(served.device),
         version("torch"),
         version("transformers"),

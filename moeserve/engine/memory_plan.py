@@ -199,7 +199,7 @@ def plan_on_cpu(
         return native_layouts(index, spec, dtype, rounding)
 
     if config.pipeline_parallel_size > 1:
-        return _plan_pipeline(spec, dtype, index, config, free_bytes, rounding)
+        return _plan_pipeline(spec, dtype, index, config, free_bytes, placement, rounding)
     if config.tensor_parallel_size > 1:
         return _plan_shards(spec, dtype, index, config, free_bytes, placement, rounding)
     residency = plan_residency(layouts, spec, dtype, config, placement, rounding)
@@ -216,18 +216,22 @@ def _plan_pipeline(
     index: Mapping[str, TensorInfo],
     config: ServeConfig,
     free_bytes: int,
+    placement: Placement | None,
     rounding: Rounding,
 ) -> ModelPlan:
     """Split the layers over ranks, and divide the memory of this machine, the first node, between the stages on it."""
     sizes = stage_bytes(spec, dtype, index, stages_of([1] * spec.num_layers), rounding)
     # The first size has the embedding, the last one the output projection.
     layers = layers_of_ranks(config, sizes)
-    here, whole = (Stage(0, end, spec.num_layers) for end in (sum(layers[: config.num_ranks_here]), spec.num_layers))
-    num_bytes, of_all = stage_bytes(spec, dtype, index, [here, whole], rounding)
+    num_here = config.num_ranks_here // config.expert_parallel_size
+    here, whole = (Stage(0, end, spec.num_layers) for end in (sum(layers[:num_here]), spec.num_layers))
+    owned_by = _owned_by(spec, config.expert_parallel_size, placement, None)
+    of_places = [stage_bytes(spec, dtype, index, [here, whole], rounding, owned) for owned in owned_by]
+    num_bytes, of_all = (sum(sizes) for sizes in zip(*of_places, strict=True))
     of_node = config
     if config.kv_cache_memory is not None:
-        of_node = replace(config, kv_cache_memory=config.kv_cache_memory * config.num_ranks_here)
-    plan = share_memory(spec.of_layers(here), dtype, num_bytes, of_node, free_bytes, rounding=rounding)
+        of_node = replace(config, kv_cache_memory=config.kv_cache_memory * num_here)
+    plan = share_memory(spec.of_layers(here), dtype, num_bytes, of_node, free_bytes, placement, rounding=rounding)
     stored_bytes = sum(info.num_bytes for info in index.values())
     forgets_files = num_bytes + stored_bytes > free_bytes
     return replace(plan, spec=spec, weights_bytes=of_all, layers=layers, forgets_files=forgets_files)
@@ -397,10 +401,12 @@ def check_stage(directory: Path, plan: ModelPlan, config: ServeConfig, rank: int
 
     Rank 0 has divided the memory of its own machine, and knows no other.
     """
-    spec, stage, kv = plan.spec, stages_of(plan.layers)[rank], plan.kv
+    width = config.expert_parallel_size
+    spec, stage, kv = plan.spec, stages_of(plan.layers)[rank // width], plan.kv
     assert isinstance(spec, DecoderSpec)
     part, kv_dtype = spec.of_layers(stage), cpu_kv_dtype(config, spec, plan.dtype, plan.rounding)
-    (num_bytes,) = stage_bytes(spec, plan.dtype, read_index(directory), [stage], plan.rounding)
+    owned = _owned_by(spec, width, plan.placement, None)[rank % width]
+    (num_bytes,) = stage_bytes(spec, plan.dtype, read_index(directory), [stage], plan.rounding, owned)
     num_bytes += kv_pool_bytes(part.kv_layers, kv.num_blocks, kv.num_window_blocks, config.block_size, kv_dtype)
     num_bytes += kv.num_state_rows * state_row_bytes(part.state_layers, plan.dtype)
     if num_bytes > free_bytes:
@@ -457,18 +463,20 @@ def stage_bytes(
     index: Mapping[str, TensorInfo],
     stages: Sequence[Stage],
     rounding: Rounding = NO_ROUNDING,
+    owned: OwnedExperts | None = None,
 ) -> list[int]:
-    """Return, by stage, the bytes of the weights that a rank with this stage keeps in memory on a CPU."""
+    """Return, by stage, the bytes of the weights that a rank with this stage keeps in memory on a CPU. owned: the
+    experts that it loads, None for all."""
     packed = _packs_experts(spec, rounding)
     layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
-    whole = plan_weights(spec, index, no_experts if packed else None)
+    whole = plan_weights(spec, index, no_experts if packed else owned)
     sizes = []
     for stage in stages:
         plan = whole.of_stage(stage, spec)
         num_bytes = plan.loaded_num_bytes(dtype.itemsize, narrow=keeps_narrow(dtype), quantised=rounding.num_bytes)
         for layer, layout in zip(spec.moe_layers, layouts, strict=False):
             if spec.moe is not None and stage.first <= layer < stage.end:
-                num_bytes += layout.num_bytes * spec.moe.num_experts
+                num_bytes += layout.num_bytes * (spec.moe.num_experts if owned is None else len(owned(layer)))
         sizes.append(num_bytes)
     return sizes
 

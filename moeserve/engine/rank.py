@@ -106,7 +106,8 @@ class _ObservedStep:
 class ServedModel:
     """The facts about a loaded model that the engine needs. weights_bytes: of all ranks. kv_bytes: of the blocks of one
     scheduler, on this rank or, where ranks share layers, on all.
-    state_row_bytes: of one recurrent state, 0 without recurrent layers. arithmetic: see `EngineReady`."""
+    state_row_bytes: of one recurrent state, 0 without recurrent layers. arithmetic: see `EngineReady`. layers: see
+    `Setup`."""
 
     spec: ModelSpec
     defaults: GenerationDefaults
@@ -117,6 +118,7 @@ class ServedModel:
     device: str
     state_row_bytes: int = 0
     arithmetic: str = ""
+    layers: tuple[int, ...] = ()
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -202,9 +204,9 @@ class Rank:
         return memories
 
     def begin_step(self, rows: StepRows) -> None:
-        """Prepare the exchange of rows for the step that all ranks launch next."""
-        assert self.group is not None
-        self.group.steps.begin(rows)
+        """Prepare the exchange of rows, if there is one, for the step that all ranks launch next."""
+        if self.group is not None:
+            self.group.steps.begin(rows)
 
     def memory_stats(self) -> ExpertMemoryStats | None:
         return None if self.memory is None else self.memory.stats()

@@ -280,11 +280,40 @@ def _serve_stages(
     report: Report,
     stop: threading.Event,
 ) -> None:
-    """Serve with the engine over ranks that share the layers."""
-    executor = PipelineExecutor(rank.runner, hub, timeout=collective_timeout(context.config))
-    recorded = None if recording is None else ExpertRecording(recording)
-    suspects, signs = open_suspects(context), executor.signs_of_work
-    serve(context, rank, executor, suspects, report, stop, recorded, ExpertSources(), others_progress=signs)
+    """Serve with the engine over ranks that share the layers, and in each stage, where it has several, its experts."""
+    config, group, width = context.config, rank.group, context.config.expert_parallel_size
+    placement = None if group is None else group.experts.placement
+    links = LinkCounts(width)
+    sources = ExpertSources()
+    if group is not None:
+        sources = ExpertSources(
+            placement=lambda: placement,
+            links=links.links,
+            strategy=lambda: expert_strategy(config, None, str(rank.dispatch)),
+        )
+    copies = RankCopies(hub.send, hub.others, width)
+    executor = PipelineExecutor(
+        rank.runner,
+        hub,
+        copies.on_message,
+        timeout=collective_timeout(config),
+        begin_step=rank.begin_step,
+        width=width,
+    )
+    recorded = None if recording is None else ExpertRecording(recording, lambda: placement)
+    serve(
+        context,
+        rank,
+        executor,
+        open_suspects(context),
+        report,
+        stop,
+        recorded,
+        sources,
+        [links],
+        copies,
+        executor.signs_of_work,
+    )
     executor.close()
 
 
@@ -332,12 +361,12 @@ def _follow_first(
         started = _start(meeting, member)
         link.send(Started(number))
         report(Computing())
+        copies = MemberCopies(number, lambda *folder: disk_copier(started, files_for(started, *folder)), link.send)
         if started.migrator is None:
-            StageSteps(number, link, started.runner, beats, returns_results=is_stage).run()
+            StageSteps(number, link, started.runner, beats, copies, started.begin_step, returns_results=is_stage).run()
         else:
-            copies = MemberCopies(number, lambda *folder: disk_copier(started, files_for(started, *folder)), link.send)
             RankSteps(number, link, started.runner, started.begin_step, started.migrator, beats, copies).run()
-            copies.close()
+        copies.close()
         started.close()
     except CollectiveError as error:
         raise RankError(f"Rank {number} cannot reach the others: {error}.") from error
@@ -354,8 +383,13 @@ def _check_device(rank: int, own: str, first: str) -> None:
 
 def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
     config = context.config
-    placement = None if setup.placement is None else Placement(config.num_ranks, setup.placement)
+    placement = None if setup.placement is None else Placement(_num_peers(config), setup.placement)
     return plan_from_rank_0(Path(context.model_dir), config, placement, setup.kv, setup.expert_slots, setup.layers)
+
+
+def _num_peers(config: ServeConfig) -> int:
+    """Return how many ranks share the experts of a layer."""
+    return config.num_ranks // config.pipeline_parallel_size
 
 
 def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:

@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 
 from moeserve.engine.ranks import pipeline
-from moeserve.engine.ranks.messages import ForwardStage, RankBeat, RankError, RankResult
+from moeserve.engine.ranks.messages import CopiesEnded, ForwardStage, RankBeat, RankError, RankResult
 from moeserve.engine.ranks.pipeline import PipelineExecutor, joined
 from moeserve.engine.ranks.plan_link import PlanReceiver
+from moeserve.engine.ranks.together import StepRows
 from moeserve.engine.ranks.transport import RankHub
 from moeserve.plan import Chunk, ChunkResult, Computed, SamplingParams, StepPlan, StepResult
 
@@ -28,15 +29,20 @@ class Ranks:
     def __init__(self, num_others: int, script: Callable[[float], object]) -> None:
         self.others = range(1, num_others + 1)
         self.now = 100.0
-        self.sent: list[StepPlan] = []
+        self.sent: list[tuple[int, StepPlan, tuple[int, ...]]] = []
+        self.others_said: list[object] = []
         self._script = script
-        self._plans = PlanReceiver()
+        self._plans: dict[int, PlanReceiver] = {}
 
     def monotonic(self) -> float:
         return self.now
 
-    def send_all(self, message: ForwardStage) -> None:
-        self.sent.append(self._plans.decode(message.plan))
+    def send(self, rank: int, message: ForwardStage) -> None:
+        plan = self._plans.setdefault(rank, PlanReceiver()).decode(message.plan)
+        self.sent.append((rank, plan, tuple(message.num_rows)))
+
+    def check_signs_of_life(self, patience: float) -> None:
+        """All ranks give some."""
 
     def receive(self, seconds: float) -> object:
         self.now += 1.0
@@ -51,7 +57,7 @@ class Ranks:
 
 def executor_of(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> PipelineExecutor:
     monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=ranks.monotonic))
-    return PipelineExecutor(ranks, cast("RankHub", ranks), timeout=TIMEOUT)
+    return PipelineExecutor(ranks, cast("RankHub", ranks), ranks.others_said.append, timeout=TIMEOUT)
 
 
 def plan(step: int) -> StepPlan:
@@ -70,9 +76,32 @@ def test_the_last_rank_samples_and_the_routing_is_that_of_all_layers_in_their_or
     ranks = Ranks(2, script.get)
     step = executor_of(ranks, monkeypatch).launch([plan(1)])
     (found,) = step.result()
-    assert ranks.sent == [plan(1)]
+    assert ranks.sent == [(1, plan(1), ()), (2, plan(1), ())]
     assert (found.step, found.chunks, found.routing) == (1, [ChunkResult(7)], b"012")
     assert joined([StepResult(1, []), StepResult(1, [ChunkResult(7)])]).routing is None
+
+
+def test_ranks_at_one_place_of_their_stages_get_its_plan_and_the_rows_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_place = {0: [], 1: [], 2: [7], 3: [8]}
+    script: dict[float, Any] = {4 - rank: result(rank, 1, *tokens) for rank, tokens in of_place.items() if rank}
+    ranks = Ranks(3, script.get)
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=ranks.monotonic))
+    begun: list[StepRows] = []
+    executor = PipelineExecutor(
+        ranks, cast("RankHub", ranks), ranks.others_said.append, timeout=TIMEOUT, begin_step=begun.append, width=2
+    )
+    plans = [plan(1), StepPlan(1, [])]
+    results = executor.launch(plans).result()
+    assert ranks.sent == [(2, plans[0], (1, 0)), (1, plans[1], (1, 0)), (3, plans[1], (1, 0))]
+    assert [rows.num_rows for rows in begun] == [[1, 0]]
+    assert [(one.chunks, one.routing) for one in results] == [([ChunkResult(7)], b"02"), ([ChunkResult(8)], b"13")]
+
+
+def test_the_ends_of_copies_are_handed_on_while_a_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = CopiesEnded(1, 5, [9], 0.5, None)
+    ranks = Ranks(1, {1: ended, 2: result(1, 1, 7)}.get)
+    executor_of(ranks, monkeypatch).launch([plan(1)]).result()
+    assert ranks.others_said == [ended]
 
 
 def test_results_of_later_steps_are_kept_until_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.kills import pid_of
 from tests.support.saved_models import saved_model
 from tests.support.service import Service, children_of, descendants, is_ready, service, wait_until
 from tests.support.tiny_gguf import write_gguf
@@ -154,6 +155,38 @@ def test_the_ranks_of_a_service_share_what_each_has_written(model: Path, tmp_pat
         assert ask(running, prompts[chosen])[1] == nothing
 
 
+def test_of_shared_layers_each_rank_keeps_its_part_and_an_earlier_life_answers(model: Path, tmp_path: Path) -> None:
+    folder, warm = tmp_path / "kv", {"device": 0, "host": 0, "disk": 192}
+    settings = ("--kv-disk-path", str(folder), "--engine-timeout", "30", "--pipeline-parallel-size")
+    with service(model, tmp_path / "0", *settings, "2") as running:
+        cold, where = ask(running)
+        assert where == warm | {"disk": 0}
+        wait_for_blocks(running, 13)
+        for restarts, rank in enumerate((1, 0), 1):
+            killed = pid_of(running, f"rank {rank}")
+            assert killed is not None
+            os.kill(killed, signal.SIGKILL)
+            wait_until(lambda: figure(running, "moeserve_engine_restarts_total") == restarts)  # noqa: B023
+            wait_until(lambda: is_ready(running))
+            assert ask(running) == (cold, warm)
+        running.process.kill()
+        running.process.wait()
+    firsts = files_of(folder)
+    assert all(path.with_name(f"{path.name}.1").exists() for path in firsts)
+    with service(model, tmp_path / "1", *settings, "2") as running:
+        assert ask(running) == (cold, warm)
+    # Other layers on a rank are another part; a single rank has other blocks, of the same bits.
+    with service(model, tmp_path / "2", *settings, "1") as running:
+        assert ask(running) == (cold, warm | {"disk": 0})
+    for path in firsts[:3]:
+        path.with_name(f"{path.name}.1").unlink(missing_ok=True)
+    with service(model, tmp_path / "3", *settings, "2") as running:
+        found, where = ask(running)
+        assert found == cold
+        assert where["disk"] < 192
+        wait_until(lambda: figure(running, 'moeserve_kv_disk_failures_total{kind="gone"}') >= 1)
+
+
 def beside(folder: Path) -> list[Path]:
     """The files of window blocks and recurrent states."""
     return sorted(path for path in folder.rglob("*") if re.fullmatch(r"[0-9a-f]{32}0[12]", path.name))
@@ -163,14 +196,22 @@ def beside(folder: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("case", "fields", "num_beside"), [("gpt_oss", {"sliding_window": 40}, 4), ("qwen3_next", {}, 1)]
 )
-@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param((), id="one"),
+        pytest.param(("--expert-parallel-size", "2"), id="experts", marks=pytest.mark.long),
+        # A stage of gpt_oss has window blocks and no others; one of qwen3_next has states alone.
+        pytest.param(("--pipeline-parallel-size", "3"), id="layers"),
+    ],
+)
 def test_window_blocks_and_recurrent_states_come_back_from_disk_with_the_same_bits(
-    tmp_path: Path, case: str, fields: dict[str, int], num_beside: int, ranks: str
+    tmp_path: Path, case: str, fields: dict[str, int], num_beside: int, ranks: tuple[str, ...]
 ) -> None:
     model = write_model_dir(tmp_path / "model", TEMPLATE, SPECIALS)
     saved_model(case, model, vocab_size=256 + len(SPECIALS), **fields)
     folder = tmp_path / "kv"
-    settings = ("--kv-disk-path", str(folder), "--engine-timeout", "30", "--expert-parallel-size", ranks)
+    settings = ("--kv-disk-path", str(folder), "--engine-timeout", "30", *ranks)
     warm = {"device": 0, "host": 0, "disk": 192}
     with service(model, tmp_path / "0", *settings) as running:
         cold, where = ask(running)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -93,20 +93,49 @@ def test_layers_on_several_ranks_give_the_answers_of_one_rank_and_end_cleanly(
         wait_until(lambda: not any(map(is_alive, processes)))
 
 
+def kill_in_turn(running: Service, ranks: Iterable[int]) -> None:
+    """Kill one rank after another, each time with a stream open, which goes on."""
+    whole = list(running.stream(max_tokens=300, temperature=1.0, seed=3))
+    for rank in ranks:
+        events = running.stream(max_tokens=300, temperature=1.0, seed=3)
+        begun = [next(events)]
+        copy = pid_of(running, f"rank {rank}")
+        assert copy is not None
+        os.kill(copy, signal.SIGKILL)
+        found = [*begun, *events]
+        assert [event["choices"] for event in found] == [event["choices"] for event in whole]
+        wait_until(lambda rank=rank, copy=copy: pid_of(running, f"rank {rank}") not in (None, copy))
+        assert f"Rank {rank} (process {copy})" in running.errors.read_text()
+
+
+def test_stages_whose_ranks_share_the_experts_have_the_answers_of_one_stage(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    experts = ("--expert-parallel-size", "2", *PATIENT)
+    disk = ("--kv-disk-path", str(tmp_path_factory.mktemp("kv")))
+    with service(model, tmp_path_factory.mktemp("one"), *experts) as one:
+        expected = ask_all(one)
+        links = one.http.get("/metrics").text.count("moeserve_expert_link_rows")
+    with service(model, tmp_path_factory.mktemp("both"), *experts, *TWO, *disk) as both:
+        for _ in range(2):
+            assert ask_all(both) == expected
+        ask(both, bodies()[0])
+        assert ask(both, bodies()[0])[1] > 0
+        assert both.http.get("/metrics").text.count("moeserve_expert_link_rows") == links
+        kill_in_turn(both, (3, 2, 1, 0))
+        assert ask_all(both) == expected
+        both.process.send_signal(signal.SIGTERM)
+        assert both.end() == 0
+        assert both.leaves_nothing()
+    with service(model, tmp_path_factory.mktemp("again"), *experts, *TWO, *disk) as again:
+        choices, num_cached = ask(again, bodies()[0])
+        assert (choices, num_cached > 0) == (expected[0], True)
+
+
 def test_a_killed_rank_is_a_pause_and_no_whole_start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with service(model, tmp_path_factory.mktemp("s"), *TWO) as running:
         expected = ask_all(running)
-        whole = list(running.stream(max_tokens=300, temperature=1.0, seed=3))
-        for rank in (1, 0):
-            events = running.stream(max_tokens=300, temperature=1.0, seed=3)
-            begun = [next(events)]
-            copy = pid_of(running, f"rank {rank}")
-            assert copy is not None
-            os.kill(copy, signal.SIGKILL)
-            found = [*begun, *events]
-            assert [event["choices"] for event in found] == [event["choices"] for event in whole]
-            wait_until(lambda rank=rank, copy=copy: pid_of(running, f"rank {rank}") not in (None, copy))
-            assert f"Rank {rank} (process {copy})" in running.errors.read_text()
+        kill_in_turn(running, (1, 0))
         assert ask_all(running) == expected
         running.process.send_signal(signal.SIGTERM)
         assert running.end() == 0

@@ -57,6 +57,53 @@ def test_a_block_comes_back_and_all_is_private(files: BlockFiles) -> None:
     assert [block.name[0] for block in found] == [2, 1, 0]
 
 
+def parts_of_a_block(folder: Path) -> list[BlockFiles]:
+    """Two ranks that share layers and have written a block."""
+    open_root(folder)
+    parts = [BlockFiles(folder, FINGERPRINT, part=part, num_parts=2) for part in range(2)]
+    for number, files in enumerate(parts):
+        files.write(copy_of(7), memoryview(bytes([number]) * 64))
+    return parts
+
+
+def test_parts_of_a_block_are_one_block_with_the_bytes_of_all(tmp_path: Path) -> None:
+    parts = parts_of_a_block(tmp_path / "kv")
+    assert [read(files, copy_of(7)) for files in parts] == [bytes(64), bytes([1]) * 64]
+    (found,) = scan(tmp_path / "kv", time.time())
+    assert found.num_bytes == sum(path.stat().st_size for path in (tmp_path / "kv" / FOLDER).iterdir())
+    assert parts[0].status(found).num_bytes == found.num_bytes
+    assert why_damaged(tmp_path / "kv", found) is None
+    assert clear(tmp_path / "kv") == 1
+    assert not list((tmp_path / "kv").rglob("07*"))
+
+
+def test_a_part_that_is_missing_damaged_or_anothers_is_not_served_and_verify_finds_it(tmp_path: Path) -> None:
+    root, path = tmp_path / "kv", tmp_path / "kv" / copy_of(7).path
+    parts = parts_of_a_block(root)
+    other = Path(f"{path}.1")
+    whole = other.read_bytes()
+    (block,) = scan(root, time.time())
+    for bad, why in ((path.read_bytes(), "another block"), (whole[:-1], "size"), (whole[:-4] + bytes(4), "checksum")):
+        other.write_bytes(bad)
+        with pytest.raises(BlockError):
+            read(parts[1], copy_of(7))
+        assert why in (why_damaged(root, block) or "")
+    other.unlink()
+    with pytest.raises(FileNotFoundError):
+        parts[0].status(block)
+    assert why_damaged(root, block) == "its part of rank 1 is missing"
+
+
+def test_a_part_whose_block_is_gone_goes_unless_it_is_being_written(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    parts_of_a_block(root)
+    (root / copy_of(7).path).unlink()
+    assert list(scan(root, time.time())) == []
+    assert [path.name[-2:] for path in (root / FOLDER).iterdir()] == [".1"]
+    assert list(scan(root, time.time() + 100.0)) == []
+    assert not list((root / FINGERPRINT).iterdir())
+
+
 def test_folders_that_others_have_removed_are_private_when_they_come_again(files: BlockFiles) -> None:
     clear(files.root)
     assert not (files.root / FINGERPRINT).exists()

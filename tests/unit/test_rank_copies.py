@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.messages import FromRank, ToRank
 from moeserve.scheduling.arrivals import Result
-from moeserve.scheduling.lower_tier import CopyJob
+from moeserve.scheduling.lower_tier import GONE, CopyJob
 from moeserve.wire import decode, encode
-from radix_cache import BlockCopy, Kind
+from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
 NUM_BLOCKS = 12
 FINGERPRINT = "a" * 32
@@ -37,15 +37,15 @@ def content(memory: BlockMemory, block: int) -> bytes:
 
 
 class Ranks:
-    """Rank 0 and rank 1, whose messages go through the wire's bytes."""
+    """Rank 0 and rank 1, whose messages go through the wire's bytes. num_parts: of a block."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, num_parts: int = 1) -> None:
         self.memories = [memory_of(0), memory_of(1)]
-        self.copies = RankCopies(self._to_member, [1])
-        self.member = MemberCopies(1, lambda *folder: self._copier(1, BlockFiles(*folder)), self._to_first)
-        files = BlockFiles(root, FINGERPRINT)
-        files.describe(b"{}")
-        self.copies.open(self._copier(0, files), files, self._turn)
+        self.copies = RankCopies(self._to_member, [1], 2 // num_parts)
+        self.files = [BlockFiles(root, FINGERPRINT, part=part, num_parts=num_parts) for part in (0, num_parts - 1)]
+        self.member = MemberCopies(1, lambda *_: self._copier(1, self.files[1]), self._to_first)
+        self.files[0].describe(b"{}")
+        self.copies.open(self._copier(0, self.files[0]), self.files[0], self._turn)
 
     def _copier(self, rank: int, files: BlockFiles) -> BlockCopier:
         return BlockCopier(files, lambda: make_buffers({Kind.KV: self.memories[rank]}))
@@ -110,6 +110,65 @@ def test_a_job_that_is_cancelled_ends_all_the_same(ranks: Ranks) -> None:
     job.is_cancelled = True
     (result,) = ranks.run()
     assert (result.job, result.num_bytes) == (job, [])
+
+
+@pytest.fixture
+def stages(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path, num_parts=2)
+    yield made
+    made.close()
+
+
+def test_of_shared_layers_every_rank_copies_its_part_of_a_block(stages: Ranks) -> None:
+    copies = [copy_of(3, 1), copy_of(4, 2)]
+    (written,) = stages.run(CopyJob(copies, is_write=True))
+    size = stages.files[0].status(StoredBlock(copies[0].name, FOLDER, 0, 0.0)).num_bytes
+    assert (written.num_bytes, written.error) == ([size, size], None)
+    assert size > sum(len(content(memory, 3)) for memory in stages.memories)
+    expected = [content(memory, block) for memory in stages.memories for block in (3, 4)]
+    (read,) = stages.run(CopyJob([copy_of(7, 1), copy_of(8, 2)]))
+    assert read.num_bytes == written.num_bytes
+    assert [content(memory, block) for memory in stages.memories for block in (7, 8)] == expected
+
+
+@pytest.mark.parametrize("suffix", ["", ".1"])
+def test_a_block_is_served_up_to_the_first_one_of_which_a_rank_lacks_its_part(
+    stages: Ranks, tmp_path: Path, suffix: str
+) -> None:
+    copies = [copy_of(block, block) for block in range(4)]
+    stages.run(CopyJob(copies, is_write=True))
+    (tmp_path / f"{copies[2].path}{suffix}").unlink()
+    (result,) = stages.run(CopyJob(copies))
+    assert (len(result.num_bytes), result.error) == (2, GONE)
+    sought = [[StoredBlock(copy.name, FOLDER, 0, 0.0)] for copy in copies]
+    (found,) = stages.run(CopyJob((), sought=sought))
+    assert [block.name for block in found.found] == [copy.name for copy in copies[:2]]
+
+
+def test_parts_of_a_block_are_removed_with_it(stages: Ranks, tmp_path: Path) -> None:
+    copies = [copy_of(block, block) for block in range(2)]
+    stages.run(CopyJob(copies, is_write=True))
+    stages.run(CopyJob((), is_write=True, chores=Chores([copies[0].path], [])))
+    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == [
+        copies[1].name.hex() + end for end in ("", ".1")
+    ]
+
+
+def test_a_job_is_of_the_ranks_at_its_place_of_all_stages() -> None:
+    asked: list[int] = []
+    copies = RankCopies(lambda rank, _: asked.append(rank), [1, 2, 3, 4, 5], width=2)
+    copies.open(cast("BlockCopier", object()), BlockFiles(Path(), FINGERPRINT), lambda: None)
+    asked.clear()
+    copies.start(CopyJob([copy_of(1, 1)], rank=1))
+    assert asked == [1, 3, 5]
+
+
+def test_a_job_of_all_ranks_that_is_cancelled_ends_once(stages: Ranks) -> None:
+    job = CopyJob([copy_of(block % NUM_BLOCKS, block) for block in range(200)])
+    stages.copies.start(job)
+    job.is_cancelled = True
+    (result,) = stages.run()
+    assert (result.job, result.num_bytes, result.error) == (job, [], None)
 
 
 def test_ends_of_jobs_are_told_once(ranks: Ranks) -> None:

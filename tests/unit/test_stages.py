@@ -76,10 +76,10 @@ def test_more_ranks_than_layers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"expert_parallel_size": 2}, "--expert-parallel-size does not go together with --pipeline-parallel-size"),
+        ({"expert_parallel_size": 2, "rebalance_interval": 9.0}, "--rebalance-interval does not go together"),
+        ({"expert_parallel_size": 2, "nnodes": 4}, "4 nodes cannot have equally many of its stages"),
         ({"expert_memory": 2**30}, "--expert-memory does not go together"),
         ({"expert_store_dir": "x"}, "--expert-store-dir does not go together"),
-        ({"kv_disk_path": "x"}, "--kv-disk-path does not go together"),
         ({"kv_transfer_config": "{}"}, "--kv-transfer-config does not go together"),
         ({"speculative_config": "mtp"}, "--speculative-config mtp does not go together"),
         ({"device": "cuda"}, "--pipeline-parallel-size is for CPUs so far"),

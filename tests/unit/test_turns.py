@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+from typing import cast
+
 import pytest
 
-from moeserve.plan import SamplingParams
+from moeserve.plan import Chunk, Request, SamplingParams
+from moeserve.scheduling.turns import Turns
 from tests.support.scheduler_simulation import Simulation
 
 
@@ -25,6 +29,27 @@ def test_steps_in_flight_have_equal_parts_of_the_running_requests(num_requests: 
     assert set(sizes) <= {most, least, num_requests - (num_stages - 1) * most}
     for first in range(len(sizes) - num_stages + 1):
         assert sum(sizes[first : first + num_stages]) == num_requests
+
+
+def test_of_each_rank_with_requests_of_its_own_a_step_has_an_equal_part() -> None:
+    turns = Turns(2)
+    requests = [request(name, rank) for name, rank in (("a", 0), ("b", 0), ("c", 0), ("d", 0), ("e", 1), ("f", 1))]
+    for one in requests:
+        turns.started(one)
+    for expected in (["a", "b", "e"], ["a", "b", "e"]):
+        turns.begin_step()
+        named = list[str]()
+        for one in requests:
+            if not turns.holds(one):
+                named.append(one.request_id)
+                turns.planned(one, cast("Chunk", None))
+        assert named == expected
+
+
+def request(name: str, rank: int) -> Request:
+    made = Request(name, array("i", [1]), SamplingParams(max_tokens=1))
+    made.rank = rank
+    return made
 
 
 def test_a_single_request_is_in_one_step_at_a_time_and_waits_for_no_other() -> None:

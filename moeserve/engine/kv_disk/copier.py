@@ -315,8 +315,10 @@ class BlockBuffer:
 
 
 def make_buffers(memories: Memories) -> dict[Kind, Buffer]:
-    """Return the buffers of one thread."""
-    return {kind: BlockBuffer(memory, in_place=kind is Kind.STATE) for kind, memory in memories.items()}
+    """Return the buffers of one thread. Of a kind without memory, as of layers of other ranks, a block has no bytes."""
+    return {
+        kind: BlockBuffer(memories.get(kind, ()), in_place=kind is Kind.STATE and kind in memories) for kind in Kind
+    }
 
 
 def block_bytes(memory: Sequence[Any]) -> int:

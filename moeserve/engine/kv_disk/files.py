@@ -4,11 +4,12 @@
     DIR/weights.json                   hashes of files of weights (`moeserve.model.file_hashes`)
     DIR/FINGERPRINT/about.json         the facts behind a fingerprint, for people
     DIR/FINGERPRINT/ACCOUNT.NAMESPACE/NAME    one KV block; NAME01: its window block, NAME02: the state after it
+    DIR/FINGERPRINT/ACCOUNT.NAMESPACE/NAME.1  the part of rank 1 where ranks share layers, and NAME that of rank 0
 
-A file is a header, the block's tokens (int32), its bytes, and the CRC-32 of all that. It is written under another name
-and then renamed, so a process that is killed leaves a file that nobody reads. It is not forced onto the disk: after a
-power failure a file may be torn, which its checksum shows. Several services may use one folder: equal names have equal
-content, and a file that is gone is a miss.
+A block is there if NAME is, and served if all of its parts are. A file is a header, the block's tokens (int32), its
+bytes, and the CRC-32 of all that. It is written under another name and then renamed, so a process that is killed leaves
+a file that nobody reads. It is not forced onto the disk: after a power failure a file may be torn, which its checksum
+shows. Several services may use one folder: equal names have equal content, and a file that is gone is a miss.
 """
 
 from __future__ import annotations
@@ -21,19 +22,23 @@ import stat
 import struct
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from moeserve.config import cache_root
 from radix_cache import NAME_BYTES, BlockCopy, Kind, StoredBlock, border_name, used_at
 
-_HEADER = struct.Struct("<8s32s16sIIQ")  # magic, fingerprint, name of the KV block, tokens, kind, bytes
+# Magic, fingerprint, name of the KV block, tokens, kind, part, last part, bytes.
+_HEADER = struct.Struct("<8s32s16sIBBBxQ")
+_LAST_PART = 6  # its place
 _MAGIC = b"moeKV\0\0\2"
 _CHECKSUM = struct.Struct("<I")  # of all that is before it
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _FOLDER = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}")
-_NAME = re.compile(r"[0-9a-f]{32}(?:0[12])?")
+_NAME = re.compile(r"([0-9a-f]{32}(?:0[12])?)(\.[1-9][0-9]{0,2})?")  # of a block, and its part
 _SUFFIX = ".new"
 AUTO = "auto"  # --kv-disk-path: a folder of this user's cache
 _SECRET = "secret"
@@ -150,14 +155,28 @@ def _write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> int:
     return size
 
 
+def _part_of(path: str | Path, part: int) -> str:
+    """Return the file of a part of the block at `path`."""
+    return f"{path}.{part}" if part else os.fspath(path)
+
+
 class BlockFiles:
     """The files of one folder. Any thread may call the methods."""
 
-    def __init__(self, root: Path, fingerprint: str, crc32: Callable[[memoryview, int], int] = zlib.crc32) -> None:
-        """fingerprint: of this process's blocks, 32 hex digits. crc32: zlib's, or one that is faster."""
+    def __init__(
+        self,
+        root: Path,
+        fingerprint: str,
+        crc32: Callable[[memoryview, int], int] = zlib.crc32,
+        part: int = 0,
+        num_parts: int = 1,
+    ) -> None:
+        """fingerprint: of this process's blocks, 32 hex digits. crc32: zlib's, or one that is faster. part: of each
+        block in `num_parts`, is written and read here."""
         self.root = root
         self.fingerprint = fingerprint
         self._folder, self._crc32 = os.fspath(root), crc32
+        self._part, self._num_parts = part, num_parts
 
     def describe(self, about: bytes) -> None:
         """Make the folder of this process's blocks, with a file for people, if it can be written. Raise OSError."""
@@ -172,7 +191,7 @@ class BlockFiles:
     def write(self, copy: BlockCopy, content: memoryview) -> int:
         """Write a block's file and return its size. Raise OSError, with nothing left behind."""
         head = self._head(copy, content)
-        path, seconds = f"{self._folder}/{copy.path}", used_at(time.time(), copy.depth)
+        path, seconds = self._own_part(copy), used_at(time.time(), copy.depth)
         parts: list[bytes | memoryview] = [head, content, _CHECKSUM.pack(self._crc32(content, zlib.crc32(head)))]
         for _ in range(_FOLDER_TRIES):
             with suppress(FileNotFoundError):
@@ -191,7 +210,7 @@ class BlockFiles:
         head = self._head(copy, content)
         found, checksum = bytearray(len(head)), bytearray(_CHECKSUM.size)
         size = len(head) + len(content) + _CHECKSUM.size
-        descriptor = os.open(f"{self._folder}/{copy.path}", _OPEN_TO_READ)
+        descriptor = os.open(self._own_part(copy), _OPEN_TO_READ)
         try:
             if os.fstat(descriptor).st_size != size:
                 raise BlockError("its size is wrong")
@@ -206,27 +225,40 @@ class BlockFiles:
         return size
 
     def status(self, block: StoredBlock) -> StoredBlock:
-        """Return a block with its file's size and time of last use. Raise OSError if there is no file."""
-        found = os.stat(self.root / block.path, follow_symlinks=False)
-        if not stat.S_ISREG(found.st_mode):
+        """Return a block with the size and the time of last use of its files. Raise OSError if one is missing."""
+        parts = [os.stat(_part_of(self.root / block.path, n), follow_symlinks=False) for n in range(self._num_parts)]
+        if not all(stat.S_ISREG(part.st_mode) for part in parts):
             raise FileNotFoundError(errno.ENOENT, "it is no file", block.path)
-        return StoredBlock(block.name, block.folder, found.st_size, min(found.st_mtime, time.time()))
+        size = sum(part.st_size for part in parts)
+        return StoredBlock(block.name, block.folder, size, min(parts[0].st_mtime, time.time()))
 
     def remove(self, path: str) -> None:
-        """Remove a file, if it is there, and its folder with the last one. `path` is relative. Raise OSError."""
-        with suppress(FileNotFoundError):
-            os.unlink(self.root / path)
+        """Remove a block, if it is there, and its folder with the last one. `path` is relative. Raise OSError."""
+        _remove_parts(self.root / path)
         _remove_if_empty((self.root / path).parent)
 
     def stamp(self, path: str, seconds: float) -> None:
-        """Set the time at which a file was used last, in seconds since the epoch. `path` is relative. Raise OSError."""
+        """Set the time of a block's last use, in seconds since the epoch. `path` is relative. Raise OSError."""
         with suppress(FileNotFoundError):
             os.utime(self.root / path, (seconds, seconds))
 
     def _head(self, copy: BlockCopy, content: memoryview) -> bytes:
         name, num_tokens, num_bytes = copy.name[:NAME_BYTES], len(copy.tokens) // 4, len(content)
-        fields = self.fingerprint.encode(), name, num_tokens, copy.kind, num_bytes
+        fields = self.fingerprint.encode(), name, num_tokens, copy.kind, self._part, self._num_parts - 1, num_bytes
         return _HEADER.pack(_MAGIC, *fields) + copy.tokens
+
+    def _own_part(self, copy: BlockCopy) -> str:
+        return _part_of(f"{self._folder}/{copy.path}", self._part)
+
+
+def _remove_parts(path: Path) -> bool:
+    """Remove the files of a block. Return whether there was one."""
+    for part in count():
+        try:
+            os.unlink(_part_of(path, part))
+        except FileNotFoundError:
+            break
+    return part > 0
 
 
 def scan(root: Path, now: float) -> Iterator[StoredBlock]:
@@ -239,16 +271,29 @@ def scan(root: Path, now: float) -> Iterator[StoredBlock]:
     for fingerprint in _folders(root, _FINGERPRINT):
         list(_whole_files(fingerprint, now))
         for namespace in _folders(fingerprint, _FOLDER):
-            folder = f"{fingerprint.name}/{namespace.name}"
-            for file in _whole_files(namespace, now):
-                if _NAME.fullmatch(file.name):
-                    with suppress(FileNotFoundError):
-                        found = file.stat(follow_symlinks=False)
-                        if found.st_mtime > now:
-                            with if_it_can_be_written():
-                                os.utime(file.path, (now, now), follow_symlinks=False)
-                        yield StoredBlock(bytes.fromhex(file.name), folder, found.st_size, min(found.st_mtime, now))
+            yield from _scan_namespace(namespace, now)
             _remove_if_empty(namespace)
+
+
+def _scan_namespace(folder: Path, now: float) -> Iterator[StoredBlock]:
+    firsts: list[os.DirEntry[str]] = []
+    others: defaultdict[str, list[os.DirEntry[str]]] = defaultdict(list)
+    for file in _whole_files(folder, now):
+        if found := _NAME.fullmatch(file.name):
+            (firsts if found[2] is None else others[found[1]]).append(file)
+    for file in firsts:
+        with suppress(FileNotFoundError):
+            first, rest = file.stat(follow_symlinks=False), others.pop(file.name, ())
+            if first.st_mtime > now:
+                with if_it_can_be_written():
+                    os.utime(file.path, (now, now), follow_symlinks=False)
+            size = first.st_size + sum(part.stat(follow_symlinks=False).st_size for part in rest)
+            where = f"{folder.parent.name}/{folder.name}"
+            yield StoredBlock(bytes.fromhex(file.name), where, size, min(first.st_mtime, now))
+    for rest in others.values():
+        for part in rest:
+            # Its block was removed, or is being written at this moment.
+            _remove_if_old(part, now)
 
 
 def _whole_files(folder: Path, now: float) -> Iterator[os.DirEntry[str]]:
@@ -260,9 +305,13 @@ def _whole_files(folder: Path, now: float) -> Iterator[os.DirEntry[str]]:
             if not entry.name.endswith(_SUFFIX):
                 yield entry
                 continue
-            with suppress(FileNotFoundError), if_it_can_be_written():
-                if abs(now - entry.stat(follow_symlinks=False).st_mtime) > _UNFINISHED_SECONDS:
-                    os.unlink(entry.path)
+            _remove_if_old(entry, now)
+
+
+def _remove_if_old(entry: os.DirEntry[str], now: float) -> None:
+    with suppress(FileNotFoundError), if_it_can_be_written():
+        if abs(now - entry.stat(follow_symlinks=False).st_mtime) > _UNFINISHED_SECONDS:
+            os.unlink(entry.path)
 
 
 def _folders(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -280,18 +329,36 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def why_damaged(root: Path, block: StoredBlock) -> str | None:
-    """Return why a file is not a whole block, None if it is. Raise OSError."""
-    with os.fdopen(os.open(root / block.path, _OPEN_TO_READ), "rb") as file:
-        data = file.read()
+    """Return why a block's files are not the whole block, None if they are. Raise OSError if there is none."""
+    for part in count():
+        try:
+            with os.fdopen(os.open(_part_of(root / block.path, part), _OPEN_TO_READ), "rb") as file:
+                data = file.read()
+        except FileNotFoundError:
+            if part:
+                return f"its part of rank {part} is missing"
+            raise
+        if (why := _why_damaged(data, block, part)) is not None:
+            return why
+        if part == _HEADER.unpack_from(data)[_LAST_PART]:
+            break
+    return None
+
+
+def _why_damaged(data: bytes, block: StoredBlock, part: int) -> str | None:
     if len(data) < _HEADER.size + _CHECKSUM.size:
         return "it is too short"
-    magic, fingerprint, name, num_tokens, kind, num_bytes = _HEADER.unpack_from(data)
+    magic, fingerprint, name, num_tokens, kind, found_part, _, num_bytes = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         return "it is no block, or of another version"
     if len(data) != _HEADER.size + 4 * num_tokens + num_bytes + _CHECKSUM.size:
         return "its size is wrong"
     full_name = border_name(name, Kind(kind)) if kind in (Kind.WINDOW, Kind.STATE) else name
-    if fingerprint.decode("ascii", "replace") != block.folder.split("/")[0] or full_name != block.name:
+    if (fingerprint.decode("ascii", "replace"), full_name, found_part) != (
+        block.folder.split("/")[0],
+        block.name,
+        part,
+    ):
         return "it is another block than its name says"
     end = len(data) - _CHECKSUM.size
     if _CHECKSUM.pack(zlib.crc32(memoryview(data)[:end])) != data[end:]:
@@ -320,9 +387,7 @@ def clear(root: Path) -> int:
     """Remove all blocks, and the folders that are empty then. Return the number of blocks. Raise OSError."""
     num_removed = 0
     for block in list(scan(root, time.time())):
-        with suppress(FileNotFoundError):
-            os.unlink(root / block.path)
-            num_removed += block.is_kv
+        num_removed += _remove_parts(root / block.path) and block.is_kv
     for fingerprint in _folders(root, _FINGERPRINT):
         for namespace in _folders(fingerprint, _FOLDER):
             _remove_if_empty(namespace)

@@ -44,7 +44,7 @@ class KvDisk:
 
 
 class About(msgspec.Struct, frozen=True):
-    """The facts that a fingerprint stands for, written for people."""
+    """The facts that a fingerprint stands for, written for people. Bytes: of rank 0's layers."""
 
     model: str
     arithmetic: str
@@ -60,8 +60,14 @@ def memories_of(rank: Rank) -> Memories:
 
 
 def files_for(rank: Rank, root: Path, fingerprint: str) -> BlockFiles:
-    """Return the files of a rank's blocks."""
-    return BlockFiles(root, fingerprint, fastest_crc32(native_kernels() if rank.model.device == "cpu" else None))
+    """Return the files of a rank's blocks, or of its part of them."""
+    crc32 = fastest_crc32(native_kernels() if rank.model.device == "cpu" else None)
+    if not rank.model.layers:
+        return BlockFiles(root, fingerprint, crc32)
+    assert rank.collectives is not None
+    num_parts = len(rank.model.layers)
+    part = rank.collectives.rank * num_parts // rank.collectives.num_ranks
+    return BlockFiles(root, fingerprint, crc32, part, num_parts)
 
 
 def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:

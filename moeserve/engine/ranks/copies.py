@@ -2,15 +2,18 @@
 
 Rank 0 alone knows which blocks are on disk. It hands the copies of its own memory to its own threads, and sends the
 copies of another rank's memory there: `RankCopies` on rank 0, `MemberCopies` on every other rank. Files are named by
-tokens alone, so any rank can read a file that another one has written.
+tokens alone, so any rank can read a file that another one has written. Where ranks share the layers, each has a part of
+every block, and copies are made on all of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_disk.files import BlockFiles
@@ -18,20 +21,36 @@ from moeserve.engine.ranks.messages import CancelCopies, CopiesEnded, CopyBlocks
 from moeserve.scheduling.arrivals import Result
 from moeserve.scheduling.lower_tier import CopyJob
 
+if TYPE_CHECKING:
+    from moeserve.engine.ranks.transport import BeatThread, RankLink  # It imports torch.
+
+_COPY_SECONDS = 0.002  # between two looks at the socket while only copies of blocks are under way
+
+
+@dataclass(slots=True)
+class _Copying:
+    """A job at work on `ranks`; results: of those that have ended."""
+
+    job: CopyJob
+    ranks: Sequence[int]
+    is_cancelled: bool = False
+    results: list[Result[CopyJob]] = field(default_factory=list)
+
 
 class RankCopies:
     """Rank 0's end: carries out the copies of all ranks. It is used as a `BlockCopier` is, once it is open."""
 
     hosted = None
 
-    def __init__(self, send: Callable[[int, ToRank], None], others: Sequence[int]) -> None:
-        """send: sends a message to a rank. others: all ranks but 0."""
-        self._send, self._others = send, others
+    def __init__(self, send: Callable[[int, ToRank], None], others: Sequence[int], width: int | None = None) -> None:
+        """send: sends a message to a rank. others: all ranks but 0. width: the number of ranks with KV of their own,
+        of each of which the ranks at the same place of further stages have parts; None for all ranks."""
+        self._send, self._others, self._width = send, others, width or len(others) + 1
         self._own: BlockCopier | None = None
         self._receive: Callable[[], None] = lambda: None
         self._numbers = count()
-        self._open: dict[int, CopyJob] = {}
-        self._cancelled: set[int] = set()
+        self._open: dict[int, _Copying] = {}
+        self._number_of: dict[CopyJob, int] = {}
         self._ended: deque[Result[CopyJob]] = deque()
 
     def open(self, own: BlockCopier, files: BlockFiles, receive: Callable[[], None]) -> None:
@@ -42,36 +61,39 @@ class RankCopies:
 
     def on_message(self, message: object) -> None:
         if isinstance(message, CopiesEnded):
-            self._cancelled.discard(message.number)
-            job = self._open.pop(message.number)
-            self._ended.append(Result(job, message.num_bytes, message.seconds, message.error))
+            job = self._open[message.number].job
+            self._end(Result(job, message.num_bytes, message.seconds, message.error))
 
     @property
     def is_busy(self) -> bool:
         """True until the result of every job has been taken."""
-        return bool(self._open or self._ended) or (self._own is not None and self._own.is_busy)
+        return bool(self._open or self._ended)
 
     def start(self, job: CopyJob) -> None:
         """Begin a job; `take` returns its result. Raise RankError if a rank has died."""
         assert self._own is not None
-        if not job.rank:
-            self._own.start(job)
-            return
-        number = next(self._numbers)
-        self._open[number] = job
-        self._send(job.rank, CopyBlocks(number, list(job.copies), job.is_write, job.is_gentle))
+        number = self._number_of[job] = next(self._numbers)
+        ranks = range(job.rank, len(self._others) + 1, self._width) if job.copies else (job.rank,)
+        self._open[number] = _Copying(job, ranks)
+        for rank in ranks:
+            if rank:
+                self._send(rank, CopyBlocks(number, list(job.copies), job.is_write, job.is_gentle))
+            else:
+                self._own.start(job)
 
     def take(self, seconds: float = 0.0) -> list[Result[CopyJob]]:
         """Return the results since the last call. Wait up to `seconds` for the first. Raise RankError."""
         assert self._own is not None
-        for number, job in self._open.items():
-            if job.is_cancelled and number not in self._cancelled:
-                self._cancelled.add(number)
-                self._send(job.rank, CancelCopies(number))
-        if self._open:
+        for number, copying in self._open.items():
+            if copying.job.is_cancelled and not copying.is_cancelled:
+                copying.is_cancelled = True
+                for rank in filter(None, copying.ranks):
+                    self._send(rank, CancelCopies(number))
+        if any(copying.ranks[-1] for copying in self._open.values()):
             self._receive()
-        results = self._own.take(0.0 if self._ended else seconds)
-        results += self._ended
+        for result in self._own.take(0.0 if self._ended else seconds):
+            self._end(result)
+        results = list(self._ended)
         self._ended.clear()
         return results
 
@@ -79,6 +101,21 @@ class RankCopies:
         """End the threads of rank 0 after their present jobs, without a wait."""
         if self._own is not None:
             self._own.close()
+
+    def _end(self, result: Result[CopyJob]) -> None:
+        """Record the end of a job on a rank, and of the whole job with that of its last rank."""
+        copying = self._open[self._number_of[result.job]]
+        copying.results.append(result)
+        if len(copying.results) == len(copying.ranks):
+            del self._open[self._number_of.pop(result.job)]
+            self._ended.append(result if len(copying.ranks) == 1 else _joined(result.job, copying.results))
+
+
+def _joined(job: CopyJob, results: Sequence[Result[CopyJob]]) -> Result[CopyJob]:
+    """Return the result of a job of which every rank has done its part: a block is copied if all parts are."""
+    sizes = [sum(of_parts) for of_parts in zip(*(result.num_bytes for result in results), strict=False)]
+    errors = (result.error for result in results if len(result.num_bytes) == len(sizes) and result.error)
+    return Result(job, sizes, max(result.seconds for result in results), next(errors, None), results[0].found)
 
 
 class MemberCopies:
@@ -116,6 +153,17 @@ class MemberCopies:
         for result in self._copier.take(seconds):
             number = self._numbers.pop(result.job)
             self._send(CopiesEnded(self._rank, number, list(result.num_bytes), result.seconds, result.error))
+
+    def receive(self, link: RankLink, beats: BeatThread) -> Any:
+        """Wait for the next message of rank 0 while no step is in flight, and send it the ends of jobs meanwhile."""
+        beats.busy.clear()
+        self.tell_ends()
+        while self.is_busy:
+            if (message := link.poll(_COPY_SECONDS)) is not None:
+                return message
+            beats.say_waiting()
+            self.tell_ends()
+        return link.receive(beats.say_waiting)
 
     def close(self) -> None:
         """End the threads after their present jobs, without a wait."""

@@ -90,13 +90,17 @@ class Forward(Message):
 
 
 class ForwardStage(Message):
-    """A step of ranks that share layers, or share each layer: the plan of all of them (`PlanReceiver`)."""
+    """A step of ranks that share layers, or share each layer: the receiver's plan (`PlanReceiver`), and the rows of all
+    ranks of its stage (`together.py`) where there are several."""
 
     plan: bytes
+    num_rows: tuple[int, ...] = ()
+    num_logit_rows: tuple[int, ...] = ()
 
 
 class RankResult(Message):
-    """The result of a rank's plan; its routing is bytes. Of ranks that share layers only the last one has chunks."""
+    """The result of a rank's plan; its routing is bytes. Of ranks that share layers only the last stage's have
+    chunks."""
 
     rank: int
     result: StepResult

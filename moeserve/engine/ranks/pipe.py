@@ -19,18 +19,23 @@ class Pipe:
     """The borders of a rank's stage: implements `moeserve.model.decoder.Border`. part: the layers of the stage.
     num_stages: of all ranks."""
 
-    def __init__(self, collectives: Collectives, stage: Stage, spec: DecoderSpec, dtype: torch.dtype) -> None:
-        """spec: of the whole model. dtype: in which it computes."""
-        self.stage, self.part, self.num_stages = stage, spec.of_layers(stage), collectives.num_ranks
+    def __init__(
+        self, collectives: Collectives, stages: Sequence[Stage], spec: DecoderSpec, dtype: torch.dtype
+    ) -> None:
+        """stages: of all ranks, each of as many ranks that follow each other. spec: of the whole model. dtype: in which
+        it computes."""
+        self.num_stages, self._width = len(stages), collectives.num_ranks // len(stages)
+        self.stage = stages[collectives.rank // self._width]
+        self.part = spec.of_layers(self.stage)
         self._collectives, self._dtype = collectives, dtype
 
     def take(self, num_rows: int) -> Tensor:
         rows = torch.empty((num_rows, self.part.hidden_size), dtype=self._dtype)
-        self._collectives.receive(rows, self._collectives.rank - 1)
+        self._collectives.receive(rows, self._collectives.rank - self._width)
         return rows
 
     def give(self, rows: Tensor) -> None:
-        self._collectives.send(rows, self._collectives.rank + 1)
+        self._collectives.send(rows, self._collectives.rank + self._width)
 
     def whole_steps(self, measured: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
         """Return the tokens and seconds of steps on all ranks, of which this rank has `measured` its part.

@@ -3,19 +3,34 @@
 All ranks get the same plan and hold blocks with the same ids, each with the keys, values and states of its own layers.
 So there is one scheduler and one prefix cache, as for a single rank, and the bits are those of a single rank.
 `PipelineExecutor` on rank 0 sends the plans, `StageSteps` on every other rank computes them. The last rank samples.
+
+Where the ranks of a stage share its experts, there is a plan and a prefix cache for each of them, and all of this holds
+for the ranks at one place of their stages.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from experts.errors import CollectiveError
-from moeserve.engine.ranks.messages import ForwardStage, RankBeat, RankError, RankResult, Shutdown
+from moeserve.engine.ranks.copies import MemberCopies
+from moeserve.engine.ranks.messages import (
+    CancelCopies,
+    CopyBlocks,
+    ForwardStage,
+    OpenDisk,
+    RankBeat,
+    RankError,
+    RankResult,
+    Shutdown,
+)
 from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
+from moeserve.engine.ranks.together import StepRows
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink
 from moeserve.plan import Pending, StepPlan, StepResult
 from moeserve.scheduling.steps import Runner
@@ -31,10 +46,21 @@ class PipelineExecutor:
     A failure of another rank becomes a RankError that names it.
     """
 
-    def __init__(self, runner: Runner, hub: RankHub, *, timeout: float) -> None:
-        """timeout: the seconds in which some rank has to get on while rank 0 waits for a step."""
-        self._runner, self._hub, self._timeout = runner, hub, timeout
-        self._plans = PlanSender()
+    def __init__(
+        self,
+        runner: Runner,
+        hub: RankHub,
+        on_message: Callable[[object], None],
+        *,
+        timeout: float,
+        begin_step: Callable[[StepRows], None] = lambda _: None,
+        width: int = 1,
+    ) -> None:
+        """on_message: receives every message of the other ranks that is not about a step. timeout: the seconds in which
+        some rank has to get on while rank 0 waits for a step. begin_step: see `Rank`. width: the ranks of a stage."""
+        self._runner, self._hub, self._on_message, self._timeout = runner, hub, on_message, timeout
+        self._begin_step = begin_step
+        self._plans = [PlanSender() for _ in range(width)]
         # The number of each step, its first stage, and when it was launched.
         self._in_flight: deque[tuple[int, Pending[StepResult], float]] = deque()
         self._ended_at = 0.0
@@ -44,11 +70,16 @@ class PipelineExecutor:
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
         """Launch a step on all ranks. Results must be taken in the order of the steps."""
-        (plan,) = plans
-        launched_at = time.monotonic()
-        self._hub.send_all(ForwardStage(self._plans.encode(plan)))
+        launched_at, rows = time.monotonic(), StepRows.of(plans)
+        counts = (tuple(rows.num_rows), tuple(rows.num_logit_rows)) if len(plans) > 1 else ()
+        for place, (sender, plan) in enumerate(zip(self._plans, plans, strict=True)):
+            message = ForwardStage(sender.encode(plan), *counts)
+            for rank in self._at_place(place):
+                if rank:
+                    self._hub.send(rank, message)
+        self._begin_step(rows)
         with self._blaming():
-            self._in_flight.append((plan.step, self._runner.launch(plan), launched_at))
+            self._in_flight.append((plans[0].step, self._runner.launch(plans[0]), launched_at))
         return _PipelineStep(self)
 
     def signs_of_work(self) -> int:
@@ -85,11 +116,19 @@ class PipelineExecutor:
             if self._num_signs != seen:
                 seen, deadline = self._num_signs, now + self._timeout
             elif now > deadline:
+                # Ranks of a stage wait for each other: the silent one is at fault.
+                self._hub.check_signs_of_life(self._timeout)
                 late = next(rank for rank in self._hub.others if rank not in results)
                 raise RankError(f"{self._hub.name(late)} hung: it did not finish step {number}.")
         del self._results[number]
+        results[0] = own
         began_at, self._ended_at = max(launched_at, self._ended_at), time.monotonic()
-        return [joined([own, *(results[rank] for rank in self._hub.others)], self._ended_at - began_at)]
+        seconds = self._ended_at - began_at
+        return [joined([results[rank] for rank in self._at_place(place)], seconds) for place in range(len(self._plans))]
+
+    def _at_place(self, place: int) -> range:
+        """Return the ranks at a place of their stages, in the order of the stages."""
+        return range(place, len(self._hub.others) + 1, len(self._plans))
 
     @contextmanager
     def _blaming(self) -> Iterator[None]:
@@ -97,13 +136,16 @@ class PipelineExecutor:
             yield
         except CollectiveError as error:
             self._hub.check_for(_SECONDS_TO_DIE)
+            self.check()
             raise RankError(f"The ranks cannot reach each other: {error}.") from error
 
     def _take(self, message: object) -> None:
         if isinstance(message, RankResult):
             self._num_signs += 1
             self._results[message.result.step][message.rank] = message.result
-        elif isinstance(message, RankBeat) and self._work_of.get(message.rank) != message.num_entered:
+        elif not isinstance(message, RankBeat):
+            self._on_message(message)
+        elif self._work_of.get(message.rank) != message.num_entered:
             self._num_signs += 1
             self._work_of[message.rank] = message.num_entered
 
@@ -131,18 +173,30 @@ def joined(results: Sequence[StepResult], seconds: float | None = None) -> StepR
     if last.routing is not None:
         # Layer by layer, as a rank with all layers has it.
         routing = b"".join(bytes(result.routing) for result in results)
-    return StepResult(last.step, last.chunks, routing, seconds=seconds)
+    sent = None
+    if last.sent is not None:
+        sent = [sum(of_stages) for of_stages in zip(*(result.sent or () for result in results), strict=True)]
+    return StepResult(last.step, last.chunks, routing, sent, seconds)
 
 
 class StageSteps:
     """Computes the stage, or the shard, of a rank in the steps that rank 0 sends, and returns the results in order."""
 
     def __init__(
-        self, rank: int, link: RankLink, runner: Runner, beats: BeatThread, *, returns_results: bool = True
+        self,
+        rank: int,
+        link: RankLink,
+        runner: Runner,
+        beats: BeatThread,
+        copies: MemberCopies,
+        begin_step: Callable[[StepRows], None] = lambda _: None,
+        *,
+        returns_results: bool = True,
     ) -> None:
         """returns_results: False where those of rank 0 are the same."""
         self._returns_results = returns_results
         self._rank, self._link, self._runner, self._beats = rank, link, runner, beats
+        self._copies, self._begin_step = copies, begin_step
         self._plans = PlanReceiver()
 
     def run(self) -> None:
@@ -150,17 +204,22 @@ class StageSteps:
         self._beats.busy.clear()
         try:
             while not isinstance(message := self._next(), Shutdown):
-                assert isinstance(message, ForwardStage)
-                self._compute(self._plans.decode(message.plan))
+                if isinstance(message, OpenDisk | CopyBlocks | CancelCopies):
+                    self._copies.follow(message)
+                else:
+                    assert isinstance(message, ForwardStage)
+                    self._begin_step(StepRows(message.num_rows, message.num_logit_rows, only_decodes=False))
+                    self._compute(self._plans.decode(message.plan))
         except CollectiveError:
             # Rank 0 finds the rank at fault and ends, which ends the wait here. Beats show that this rank is alive.
             self._link.receive()
 
-    def _next(self) -> object:
+    def _next(self) -> Any:
+        # Where a step always follows the one before, rank 0 learns of ends in between.
+        self._copies.tell_ends()
         if (message := self._link.poll()) is not None:
             return message
-        self._beats.busy.clear()
-        message = self._link.receive(self._beats.say_waiting)
+        message = self._copies.receive(self._link, self._beats)
         self._beats.busy.set()
         return message
 

@@ -11,10 +11,9 @@ from moeserve.settings.layers import parse_layers
 
 # Settings that do not go together with `--pipeline-parallel-size`, each with the reason, a clause.
 _WITHOUT_PIPELINE = {
-    "expert_parallel_size": "the ranks share the layers, each with all of its experts",
+    "rebalance_interval": "experts move between ranks that have all layers so far",
     "expert_memory": "every rank keeps the experts of its layers in memory",
     "expert_store_dir": "every rank keeps the experts of its layers in memory",
-    "kv_disk_path": "a block of keys and values lies in parts on all ranks",
     "kv_transfer_config": "a block of keys and values lies in parts on all ranks",
 }
 
@@ -57,6 +56,11 @@ def check_pipeline(config: ServeConfig) -> None:
         if getattr(config, name) != getattr(ServeConfig, name):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} does not go together with --pipeline-parallel-size: {reason}.")
+    if config.expert_parallel_size > 1 and config.pipeline_parallel_size % config.nnodes:
+        raise ConfigError(
+            f"--pipeline-parallel-size {config.pipeline_parallel_size}: {config.nnodes} nodes cannot have equally many "
+            "of its stages, and ranks that share the experts of a stage are on one node."
+        )
     if config.device == "cuda":
         raise ConfigError("--pipeline-parallel-size is for CPUs so far: no machine with several GPUs was at hand.")
     if parse_speculative(config.speculative_config).method == "mtp":

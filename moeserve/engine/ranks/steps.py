@@ -33,7 +33,6 @@ from moeserve.scheduling.steps import Runner
 _POLL_SECONDS = 0.1  # between two looks whether a rank is late
 # Between two looks at the device and at the socket: about as long as a launch takes.
 _SECONDS_BETWEEN_LOOKS = 20e-6
-_COPY_SECONDS = 0.002  # between two looks at the socket while only copies of blocks are under way
 
 
 class RankedExecutor:
@@ -195,14 +194,7 @@ class RankSteps:
                 return message
             else:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
-        self._beats.busy.clear()
-        self._copies.tell_ends()
-        while self._copies.is_busy:
-            if (message := self._link.poll(_COPY_SECONDS)) is not None:
-                return message
-            self._beats.say_waiting()
-            self._copies.tell_ends()
-        return self._link.receive(self._beats.say_waiting)
+        return self._copies.receive(self._link, self._beats)
 
     def _begin(self, step: Forward) -> None:
         self._beats.busy.set()
