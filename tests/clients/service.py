@@ -86,7 +86,8 @@ def serve_demo(log: Path, clients: Iterable[str], model: Path | None = None, *se
     scripted = ROOT / "tests" / "clients" / "scripted"
     path = os.pathsep.join([str(scripted), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     log.parent.mkdir(parents=True, exist_ok=True)
-    keys = log.with_suffix(".keys")
+    # Several runs may be under way, and a service reads keys again when their file changes.
+    keys = log.with_suffix(f".{os.getpid()}.keys")
     keys.touch(0o600)
     keys.write_text("\n".join([*own_keys.values(), f"admin:{admin_key}", ""]))
     options = ["--port", "0", "--served-model-name", MODEL, "--api-key-file", str(keys), "--kv-disk-path", "none"]
