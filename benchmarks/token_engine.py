@@ -16,7 +16,7 @@ from moeserve.engine.planner import build_caches, build_drafts, build_scheduler,
 from moeserve.engine.rank import Rank
 from moeserve.grammars.made_masks import MaskMaker
 from moeserve.grammars.masks import GrammarMasks
-from moeserve.plan import Asked, BeamParams, FinishReason, FoundText, Request, SamplingParams, TokenLogprobs
+from moeserve.plan import Asked, FinishReason, Request, SamplingParams, TokenLogprobs
 from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.steps import Executor, LocalExecutor, Steps
@@ -32,7 +32,6 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
-    found: list[FoundText] = field(default_factory=list)
 
 
 def advance(steps: Steps, masks: MaskMaker) -> list[RequestOutput] | None:
@@ -94,13 +93,11 @@ class TokenEngine:
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
-        beams: BeamParams | None = None,
         predicted: Sequence[Sequence[int]] | None = None,
     ) -> list[Completion]:
         """Complete prompts of token ids together and return them in order. One `sampling` serves all.
 
-        With `beams` the completions have nothing but `found` and `finish_reason`. predicted: the answers as their
-        clients predict them.
+        predicted: the answers as their clients predict them.
 
         Raise NeverFitsError or QueueFullError as the scheduler does, and RuntimeError if the model fails.
         """
@@ -110,10 +107,8 @@ class TokenEngine:
             request_id = f"llm-{self._count}"
             self._count += 1
             completions[request_id] = Completion()
-            request = Request(
-                request_id, array("i", prompt), own, asked=Asked(predicted=array("i", guess)), beam_params=beams
-            )
-            self.scheduler.add(request)
+            asked = Asked(predicted=array("i", guess))
+            self.scheduler.add(Request(request_id, array("i", prompt), own, asked=asked))
         while (outputs := advance(self.steps, self.masks)) is not None:
             for output in outputs:
                 if output.error is not None:
@@ -123,7 +118,6 @@ class TokenEngine:
                     completion.token_ids.append(output.token_id)
                 if output.logprobs is not None:
                     completion.logprobs.append(output.logprobs)
-                completion.found = output.found or []
                 completion.finish_reason = output.finish_reason
                 completion.num_cached_tokens = output.request.num_cached_tokens
         self.scheduler.take_started()

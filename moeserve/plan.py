@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from math import inf
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from moeserve.kv_transfer import KvTicket
 from moeserve.thoughts import ThoughtBudget
@@ -63,22 +63,6 @@ class SamplingParams:
     def needs_history(self) -> bool:
         """True if the sampled token depends on the earlier tokens."""
         return self.grammar is not None or self.penalises
-
-
-@dataclass(frozen=True, slots=True)
-class BeamParams:
-    """Search for the likeliest texts with `width` beams, and give the `num_answers` best ones.
-
-    A text's score is the sum of the log probabilities of its tokens, over their number to the power `length_penalty`.
-    `early_stopping`: True ends the search once `width` texts have ended; False once no beam is better than the worst of
-    them at its present length; `never` once none can become so at any length. `logprobs`: as in `SamplingParams`.
-    """
-
-    width: int
-    num_answers: int
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +208,6 @@ class Request:
     resumes: bool = False  # an earlier life of the engine had it, so it comes before all that came since
     is_always_plain: bool = field(init=False)  # see `is_plain`
     earlier_output: InitVar[array[int] | None] = None  # of an earlier life: it goes on like a preempted request
-    beam_params: BeamParams | None = None  # it searches with beams; it computes the prompt itself
-    beams: list[Request] = field(default_factory=list)  # its present beams, in no queue; ids are `ID/NUMBER`
-    leader: Request | None = None  # of a beam: the request that searches
 
     def __post_init__(self, earlier_output: array[int] | None) -> None:
         self.num_prompt_tokens = self.num_uncached_tokens = len(self.token_ids)
@@ -252,15 +233,8 @@ class Request:
 
     @property
     def is_in_flight(self) -> bool:
-        """True if a plan in flight names the request or one of its beams."""
-        if self.num_scheduled_tokens or not self.beams:
-            return self.num_scheduled_tokens > 0
-        return any(beam.num_scheduled_tokens for beam in self.beams)
-
-    @property
-    def num_places(self) -> int:
-        """The number of running places that the request takes."""
-        return 1 if self.beam_params is None else self.beam_params.width
+        """True if a plan in flight names the request."""
+        return self.num_scheduled_tokens > 0
 
     @property
     def num_planned_tokens(self) -> int:
@@ -304,11 +278,6 @@ class Request:
     def queue_key(self) -> tuple[int, float, int]:
         """The order of service: lower first."""
         return (self.priority, self.arrived_at if self.resumes else inf, self.arrival)
-
-
-def owner_of(request_id: str) -> str:
-    """Return the id of the request that a chunk is computed for: of a beam's, that of its leader."""
-    return request_id.partition("/")[0]
 
 
 @dataclass(slots=True)
@@ -452,16 +421,12 @@ class StepPlan:
     """The chunks of one forward, in row order.
 
     `zeroed_blocks`, and `zeroed_windows` among the window blocks, have a new owner and are cleared before any write.
-    `copied_blocks`, and `copied_windows` among the window blocks, are (source, target) pairs, one after the other: a
-    target, which is not cleared, gets the content of its source before the forward.
     """
 
     step: int
     chunks: list[Chunk]
     zeroed_blocks: array[int] = field(default_factory=lambda: array("i"))
     zeroed_windows: array[int] = field(default_factory=lambda: array("i"))
-    copied_blocks: array[int] = field(default_factory=lambda: array("i"))
-    copied_windows: array[int] = field(default_factory=lambda: array("i"))
 
     @property
     def num_tokens(self) -> int:
@@ -492,16 +457,6 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class FoundText:
-    """A text that a beam search has found. `logprobs` are of its tokens, empty if they were not asked for."""
-
-    token_ids: list[int]
-    finish_reason: FinishReason
-    score: float
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)

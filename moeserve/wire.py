@@ -19,10 +19,8 @@ import msgspec
 from moeserve.kv_transfer import KvTicket
 from moeserve.plan import (
     DEFAULT_TERMS,
-    BeamParams,
     CacheWish,
     FinishReason,
-    FoundText,
     PromptProgress,
     SamplingParams,
     Terms,
@@ -130,7 +128,7 @@ def _refuse_extension(code: int, _data: bytes) -> None:
 
 # The messages between frontend and engine.
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -155,7 +153,6 @@ class Generate(Message):
     `cache_hit_threshold`: the share of the prompt that must be cached for the request to be computed. `has_tools`:
     the answer may call tools (see `Turned`).
     `offers_kv`: hold the blocks of the prompt for another service. `ticket`: fetch them from another one.
-    `beams`: search for the likeliest texts; the request then has one output, the last, with the texts that were found.
     `predicted`: the answer's text as its client predicts it, as int32 bytes. `reports_progress`: tell how far the
     prompt is (`Prompts`).
     """
@@ -176,7 +173,6 @@ class Generate(Message):
     has_tools: bool = False
     offers_kv: bool = False
     ticket: KvTicket | None = None
-    beams: BeamParams | None = None
     predicted: bytes = b""
     reports_progress: bool = False
 
@@ -207,7 +203,6 @@ class Left(Message):
     request_id: str
     token_ids: bytes
     sampling: SamplingParams
-    beams: BeamParams | None = None
 
 
 class Control(Message):
@@ -282,8 +277,7 @@ class Output(Message):
     prefix cache (None until the first chunk); `num_output_tokens`, in the terminal output, all output tokens. `miss`,
     in the first output, answers `CacheWish.report`. `tier_tokens` of the cached tokens were in the host's memory below
     a GPU's, and on disk; None where blocks are in memory alone. `ticket`, in the terminal output: for the blocks that
-    are held. `found`: the answers of a beam search, the best first. `judged`: how many tokens of the client's
-    prediction the step found right, and how many wrong.
+    are held. `judged`: how many tokens of the client's prediction the step found right, and how many wrong.
     """
 
     request_id: str
@@ -297,8 +291,11 @@ class Output(Message):
     miss: Miss | None = None
     tier_tokens: tuple[int, int] | None = None
     ticket: KvTicket | None = None
-    found: list[FoundText] | None = None
     judged: tuple[int, int] = (0, 0)
+
+    @property
+    def has_failed(self) -> bool:
+        return self.finish_reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LATE)
 
 
 class Outputs(Message):

@@ -41,9 +41,6 @@ class Need:
     def adopt(self, lease: Lease, first: int) -> None:
         """Hold what a lease needs at the end of its published blocks; blocks from number `first` on are new."""
 
-    def fork(self, lease: Lease, num_blocks: int) -> None:
-        """Hold for a new lease what it needs for its first blocks. Raise ValueError if that cannot be shared."""
-
     def give_up(self, blocks: Iterable[int]) -> None:
         """Let go what a lease had for blocks that it has not published and is about to free."""
 

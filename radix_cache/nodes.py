@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 
 NOT_QUEUED = -1
 # The namespace whose prefixes every other namespace may use. No account has this name: names of accounts are digests,
@@ -109,18 +108,6 @@ class Retention:
         self.ttl = 0.0
         self.until = 0.0
         self.is_pinned = False
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """A lease that `PrefixCache.fork` made, and the copies without which it must not be read.
-
-    `copies` are (source, target) block ids, `window_copies` (source, target) window blocks.
-    """
-
-    lease: Lease
-    copies: list[tuple[int, int]]
-    window_copies: list[tuple[int, int]]
 
 
 class Lease:

@@ -16,7 +16,7 @@ from radix_cache.facts import Facts
 from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.needs import Need
-from radix_cache.nodes import Fork, Lease, Node
+from radix_cache.nodes import Lease, Node
 from radix_cache.retention import account_of
 from radix_cache.retentions import Retentions
 from radix_cache.room import Room
@@ -229,31 +229,6 @@ class PrefixCache:
         self._leases[number] = lease
         self._next_number = number + 1
         return lease
-
-    def fork(self, lease: Lease, num_tokens: int) -> Fork | None:
-        """Lease what the first `num_tokens` tokens of a lease have computed, for another text that goes on from there.
-
-        Published blocks are shared. Each other block gets a block of its own, to which its content is to be copied
-        before either lease is written to. Return None, with nothing changed, if memory for these is short. Raise
-        ValueError where prefixes need states, which are not copied.
-        """
-        self._check(lease)
-        num_shared = lease.num_published_tokens // self.block_size
-        own = lease.block_ids[num_shared : -(-num_tokens // self.block_size)]
-        forked = Lease(self, self._next_number, lease.namespace, lease.node, lease.use_cache, list(lease.names))
-        forked.block_ids = lease.block_ids[:num_shared]
-        forked.num_published_tokens = forked.num_cached_tokens = lease.num_published_tokens
-        forked.num_known_tokens, forked.first_window = lease.num_known_tokens, lease.first_window
-        for need in self._needs:
-            need.fork(forked, num_shared)
-        self._tree.acquire(lease.node)
-        self._leases[self._next_number] = forked
-        self._next_number += 1
-        if own and self.extend(forked, len(own), sparing=True) is None:
-            self.release(forked)
-            return None
-        copies = list(zip(own, forked.block_ids[num_shared:], strict=True))
-        return Fork(forked, copies, self.windows.pairs(copies))
 
     def advance(self, lease: Lease, tokens: array[int]) -> int:
         """Match again: adopt blocks of `tokens` that other leases have published after this lease's published blocks.

@@ -105,9 +105,6 @@ class States(Need):
             lease.snapshot = lease.node.snapshots[-1]
             self.table.pin(lease.snapshot)
 
-    def fork(self, lease: Lease, num_blocks: int) -> None:
-        raise ValueError("a lease with a recurrent state cannot be forked")
-
     def release(self, lease: Lease) -> None:
         if lease.snapshot is not None:
             self.table.unpin(lease.snapshot)

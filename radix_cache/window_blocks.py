@@ -110,10 +110,6 @@ class Windows(Need):
         Window blocks are kept there as at the end of a prompt.
         """
 
-    def pairs(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the window blocks of pairs of blocks, where both have one."""
-        return []
-
     def jump(self, lease: Lease, index: int) -> None:
         """Let go all window blocks of a lease, whose next blocks up to number `index` will have none."""
 
@@ -254,13 +250,6 @@ class WindowBlocks(Windows):
         self._hold(lease.block_ids[max(first, first_window) : stop])
         self._let_go(lease, min(first, first_window), INSIDE)
         lease.first_window = first_window
-
-    def fork(self, lease: Lease, num_blocks: int) -> None:
-        lease.first_window = min(lease.first_window, num_blocks)
-        self._hold(lease.block_ids[lease.first_window :])
-
-    def pairs(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        return [(self._of[one], self._of[other]) for one, other in blocks if self.has(one) and self.has(other)]
 
     def give_up(self, blocks: Iterable[int]) -> None:
         for block in blocks:

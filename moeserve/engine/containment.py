@@ -92,28 +92,12 @@ class ContainingExecutor:
 
 
 def part_of(plan: StepPlan, chunks: list[Chunk]) -> StepPlan:
-    """Return the plan of some chunks of a plan. It clears only their blocks: other blocks may be written by now.
-
-    It copies into these chunks' blocks, and into blocks that no chunk of the plan has.
-    """
-    own, windows = _blocks_of(chunks)
-    all_blocks, all_windows = _blocks_of(plan.chunks)
+    """Return the plan of some chunks of a plan. It clears only their blocks: other blocks may be written by now."""
+    own = {block for chunk in chunks for block in chunk.block_table}
+    windows = {block for chunk in chunks if chunk.window is not None for block in chunk.window.blocks}
     return StepPlan(
         plan.step,
         chunks,
         array("i", (block for block in plan.zeroed_blocks if block in own)),
         array("i", (block for block in plan.zeroed_windows if block in windows)),
-        _copies_apart(plan.copied_blocks, all_blocks - own),
-        _copies_apart(plan.copied_windows, all_windows - windows),
     )
-
-
-def _blocks_of(chunks: Sequence[Chunk]) -> tuple[set[int], set[int]]:
-    windows = {block for chunk in chunks if chunk.window is not None for block in chunk.window.blocks}
-    return {block for chunk in chunks for block in chunk.block_table}, windows
-
-
-def _copies_apart(copied: array[int], others: set[int]) -> array[int]:
-    """Return the (source, target) pairs whose targets are not among other blocks."""
-    pairs = zip(copied[::2], copied[1::2], strict=True)
-    return array("i", (block for pair in pairs if pair[1] not in others for block in pair))

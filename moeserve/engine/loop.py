@@ -236,7 +236,6 @@ class Engine:
                 message.ticket,
                 _checked(message.cache or NO_WISH),
             ),
-            beam_params=message.beams,
         )
 
     def _wait_s(self, request: Request) -> float:
@@ -320,7 +319,6 @@ def _to_message(output: RequestOutput) -> Output:
         output.miss,
         request.found_below,
         output.offered,
-        output.found,
         output.judged,
     )
 

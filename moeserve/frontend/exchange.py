@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from moeserve.frontend.account import Spent
+from moeserve.frontend.beam_search import BeamParams
+from moeserve.frontend.beams import Beams
 from moeserve.frontend.dialects import chat, completions, messages, ollama, responses_answer, tgi
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX
@@ -55,6 +57,8 @@ ID_PREFIXES: dict[Kind, str] = {
 }
 
 TOKENS_AT_ONCE = 256  # with log probabilities, in one write
+# The requests of an answer, or its beam searches.
+Group = RequestGroup | Beams
 # Lets one long answer work in a turn of the event loop, and any number of others.
 Turns = AbstractAsyncContextManager[None]
 
@@ -122,7 +126,6 @@ def build_generates(
                     has_tools=bool(request.tools),
                     offers_kv=request.offers_kv and not generates,  # choices share their prompt, and one ticket
                     ticket=request.ticket,
-                    beams=request.beams,
                     predicted=predicted,
                     reports_progress=request.hears_progress and not sample,  # choices share their prompt
                 )
@@ -154,15 +157,23 @@ def thought_budgets(services: Services, prepared: Prepared) -> list[ThoughtBudge
 
 @asynccontextmanager
 async def submitted(
-    services: Services, generates: list[Generate], facts: ModelFacts, past: Past | None = None
-) -> AsyncIterator[RequestGroup]:
+    services: Services,
+    generates: list[Generate],
+    facts: ModelFacts,
+    past: Past | None = None,
+    beams: BeamParams | None = None,
+) -> AsyncIterator[Group]:
     """Send requests to the engine and wait until it has admitted all of them. Leaving the block aborts them.
 
-    past: where they go on from. Raise ApiError.
+    past: where they go on from. beams: search for the likeliest texts of each request. Raise ApiError.
     """
+    group: Group
     async with AsyncExitStack() as stack:
         try:
-            group = await stack.enter_async_context(services.engine.submit(generates, past))
+            if beams is None:
+                group = await stack.enter_async_context(services.engine.submit(generates, past))
+            else:
+                group = await stack.enter_async_context(Beams(services.engine, generates, beams))
             await group.admitted()
         except EngineGone as error:
             raise engine_unavailable(error) from error
@@ -201,7 +212,7 @@ def answer_of(services: Services, prepared: Prepared, answer_id: str, hold: Hold
     )
 
 
-def tell_engine(answer: Answer, group: RequestGroup) -> None:
+def tell_engine(answer: Answer, group: Group) -> None:
     """Tell the engine of the stop strings and the calls that the answer has found since the last call."""
     while answer.finishes:
         group.finish(*answer.finishes.pop())
@@ -283,7 +294,7 @@ class Progress:
         return fields
 
 
-async def whole(group: RequestGroup, answer: Answer, progress: Progress, turns: Turns) -> list[Delta]:
+async def whole(group: Group, answer: Answer, progress: Progress, turns: Turns) -> list[Delta]:
     """Wait for the whole answer, and return its choices."""
     try:
         while answer.num_open:
@@ -298,7 +309,7 @@ async def whole(group: RequestGroup, answer: Answer, progress: Progress, turns: 
     return answer.choices()
 
 
-def take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
+def take(group: Group, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
     """Return the deltas of a batch of outputs, and tell the engine about stop strings that were found."""
     progress.record(batch)
     if group.num_deaths:

@@ -86,25 +86,12 @@ class KVPool:
 
         window_ids: the ids of window blocks to clear.
         """
-        for blocks, ids in self._named(block_ids, window_ids):
-            blocks.index_fill_(2, ids, 0)
-
-    def copy_blocks(self, block_pairs: array[int], window_pairs: Sequence[int]) -> None:
-        """Copy blocks to others: (source, target) ids, one after the other. window_pairs: the same of window blocks."""
-        for blocks, ids in self._named(block_pairs, window_pairs):
-            sources, targets = ids.view(-1, 2).unbind(1)
-            blocks.index_copy_(2, targets, blocks.index_select(2, sources))
-
-    def _named(self, block_ids: array[int], window_ids: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each memory as blocks with the numbers that are meant for it, if there are some."""
         for of_windows, numbers in enumerate((block_ids, window_ids)):
             if len(numbers) and self._memories[of_windows]:
                 ids = torch.tensor(numbers, dtype=torch.int64, device=self._memories[of_windows][0].device)
-                # torch fills and copies no fp8 by index.
-                yield from (
-                    (blocks.view(torch.uint8) if blocks.dtype.itemsize == 1 else blocks, ids)
-                    for blocks in self._blocks(of_windows)
-                )
+                for blocks in self._blocks(of_windows):
+                    # torch fills no fp8 by index.
+                    (blocks.view(torch.uint8) if blocks.dtype.itemsize == 1 else blocks).index_fill_(2, ids, 0)
 
     def _blocks(self, of_windows: int) -> Iterator[Tensor]:
         """Yield the memories of KV blocks, or of window blocks, as [pools, heads, blocks, numbers of a block]."""

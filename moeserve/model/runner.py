@@ -60,8 +60,6 @@ class ModelRunner:
     def _compute(self, plan: StepPlan) -> list[ChunkResult]:
         if plan.zeroed_blocks:
             self._kv_pool.zero_blocks(plan.zeroed_blocks, plan.zeroed_windows)
-        if plan.copied_blocks:
-            self._kv_pool.copy_blocks(plan.copied_blocks, plan.copied_windows)
         if not plan.chunks:
             self._decoder.serve_others()
             return []

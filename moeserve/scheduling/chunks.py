@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from moeserve.plan import Chunk, Request
-from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.fair_queue import Tenants
 from moeserve.scheduling.parts import Parts
 from moeserve.scheduling.plan_draft import NO_DRAFTS, PlanDraft
@@ -23,7 +22,6 @@ class Chunks:
         running: Running,
         tenants: Tenants,
         parts: Parts,
-        beams: Beams,
         rope_switch: int | None,
     ) -> None:
         """memories: by rank. rope_switch: see `Scheduler`."""
@@ -31,22 +29,9 @@ class Chunks:
         self._running = running
         self._tenants = tenants
         self._parts = parts
-        self._beams = beams
         self._rope_switch = rope_switch
         # By rank, the slots of a block, where chunks need nothing but slots; else 0.
         self._block_sizes = [memory.block_size if memory.needs_slots_alone else 0 for memory in memories]
-
-    def plan_beams(self, leader: Request, draft: PlanDraft) -> list[Request]:
-        """Plan the beams that lack one token. Return the beams that lack more: they have lost their memory."""
-        lacking = []
-        for beam in leader.beams:
-            self._beams.attach(beam)
-            num_pending = beam.num_pending_tokens
-            if num_pending == 1:
-                self.plan(beam, 1, draft)
-            elif num_pending > 1:
-                lacking.append(beam)
-        return lacking
 
     def plan_known(self, request: Request, drafts: array[int], draft: PlanDraft) -> None:
         """Plan the few tokens that a request lacks, with drafts after them if there is memory for them."""
@@ -124,10 +109,9 @@ class Chunks:
             if count:
                 continue
             is_spared = memory.num_tokens_that_fit(request, sparing=False) > 0
-            owner = request.leader or request
-            if is_spared and not self._running.has_others(owner):
+            if is_spared and not self._running.has_others(request):
                 sparing = False
-            elif (victim := self._running.last_after(owner, of_tenant=is_spared)) is not None:
+            elif (victim := self._running.last_after(request, of_tenant=is_spared)) is not None:
                 self._running.preempt(victim)
             else:
                 return
@@ -163,4 +147,4 @@ class Chunks:
     def _record_planned(self, request: Request, num_tokens: int, chunk: Chunk) -> None:
         self._tenants.charge(request, num_tokens)
         if self._parts.watched:
-            self._parts.record_planned(request.leader or request, chunk)
+            self._parts.record_planned(request, chunk)

@@ -27,7 +27,7 @@ class DraftRoom:
         decodes: dict[int, list[Request]] = {rank: [] for rank in ranks}
         for request in self.running:
             own = decodes.get(request.rank)
-            if own is None or request.beam_params is not None:
+            if own is None:
                 continue
             # Fast path: most requests of a large step are plain, and the step's cost grows with their number.
             if (

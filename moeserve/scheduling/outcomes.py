@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moeserve.kv_transfer import KvTicket
-from moeserve.plan import FinishReason, FoundText, Request, TokenLogprobs
+from moeserve.plan import FinishReason, Request, TokenLogprobs
 from radix_cache import Miss
 
 
@@ -13,8 +13,7 @@ from radix_cache import Miss
 class RequestOutput:
     """A request's new token or its end. Exactly one output per request has a `finish_reason`.
 
-    `found`: at the end of a beam search, its answers. `offered`: at the end, the ticket by which the blocks of the
-    prompt are held for another service.
+    `offered`: at the end, the ticket by which the blocks of the prompt are held for another service.
     """
 
     request: Request
@@ -24,16 +23,13 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     miss: Miss | None = None
-    found: list[FoundText] | None = None
     judged: tuple[int, int] = (0, 0)
     offered: KvTicket | None = None
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens that the request gets."""
-        if self.found is None:
-            return 0 if self.token_id is None else 1
-        return sum(len(text.token_ids) for text in self.found)
+        return 0 if self.token_id is None else 1
 
 
 @dataclass(slots=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 from moeserve.plan import Chunk, ChunkExtras, ChunkResult, Request, StateUse, StepPlan, StepResult, WindowTable
@@ -50,11 +49,6 @@ class PlanDraft:
         """Have the step clear blocks, and window blocks, that requests of a rank have newly leased."""
         self.plans[rank].zeroed_blocks.extend(blocks)
         self.plans[rank].zeroed_windows.extend(windows)
-
-    def copy(self, rank: int, copies: Iterable[tuple[int, int]], windows: Iterable[tuple[int, int]]) -> None:
-        """Have the step copy blocks, and window blocks, of a rank: (source, target) ids."""
-        self.plans[rank].copied_blocks.extend(chain.from_iterable(copies))
-        self.plans[rank].copied_windows.extend(chain.from_iterable(windows))
 
     def add(
         self,

@@ -11,7 +11,7 @@ from itertools import chain
 from moeserve.plan import Chunk, Request, StateUse, WindowTable
 from moeserve.scheduling.open_prompts import OpenPrompts, ScheduledPrompts
 from moeserve.scheduling.request_states import PROMPT_INTERVAL_TOKENS, NoStates
-from radix_cache import PUBLIC, Fork, Miss, PrefixCache, Room, is_still_full
+from radix_cache import PUBLIC, Miss, PrefixCache, Room, is_still_full
 
 
 class RequestMemory:
@@ -104,27 +104,6 @@ class RequestMemory:
         positions += [*request.asked.cache.borders, *(num_tokens for num_tokens, _ in request.asked.cache.retentions)]
         for position in positions:
             self._cache.windows.expect(lease, position)
-
-    def check_beams(self, num_prompt_tokens: int, num_tokens: int, width: int) -> None:
-        """Raise ValueError unless `width` beams of up to `num_tokens` tokens can run here alone."""
-        if self._states.are_needed:
-            raise ValueError("beam search needs a model without recurrent states")
-        num_shared = num_prompt_tokens // self.block_size if self._cache.keeps_prefixes else 0
-        num_own = self.num_blocks_for(num_tokens) - num_shared
-        wanted = self.num_blocks_for(num_prompt_tokens) + width * num_own
-        if wanted > self._cache.num_blocks:
-            num_blocks = self._cache.num_blocks
-            raise ValueError(f"{width} beams may need {wanted} KV blocks of {num_blocks}: ask for fewer max_tokens")
-        if (width + 1) * self._windows.num_needed > self._windows.num_blocks:
-            raise ValueError(f"{width} beams may need more than the {self._windows.num_blocks} window blocks")
-
-    def fork(self, parent: Request, child: Request) -> Fork | None:
-        """Lease for `child` what `parent` has computed. Return None, with nothing changed, if memory is short."""
-        fork = self._cache.fork(parent.held, parent.num_computed_tokens)
-        if fork is not None:
-            child.lease, child.prefix_names = fork.lease, fork.lease.names
-            child.num_computed_tokens = parent.num_computed_tokens
-        return fork
 
     def has_slot(self, request: Request) -> bool:
         """Return whether a request with a lease has a state slot, or needs none."""
@@ -440,7 +419,7 @@ class RankLoads:
             return False
         if not memory.has_windows(self._num_promised_windows[rank] + memory.num_missing_windows(request)):
             return False
-        wanted = self.num_spoken_for(request) + memory.num_missing_blocks(request) + request.num_places - 1
+        wanted = self.num_spoken_for(request) + memory.num_missing_blocks(request)
         # A tenant's first request may take any block; further requests spare the cached prefixes of other tenants.
         is_further = self._num_of_tenant[rank, request.terms.tenant] > 0
         return wanted <= memory.num_available_blocks(request, sparing=is_further, enough=wanted)

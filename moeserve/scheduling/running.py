@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeserve.plan import Request
-from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.fair_queue import Tenants
 from moeserve.scheduling.outcomes import SchedulerCounters
 from moeserve.scheduling.parts import Parts
@@ -15,10 +14,7 @@ from moeserve.scheduling.waiting_room import WaitingRoom
 
 
 class Running:
-    """Owns `requests`, the running requests in the order of service. The last ones give way first.
-
-    `num_taken`: the number of running places that they take.
-    """
+    """Owns `requests`, the running requests in the order of service. The last ones give way first."""
 
     def __init__(
         self,
@@ -27,19 +23,16 @@ class Running:
         tenants: Tenants,
         sharing: Sharing,
         memories: Sequence[RequestMemory],
-        beams: Beams,
         parts: Parts,
         counters: SchedulerCounters,
     ) -> None:
         """requests: an empty list, which `waiting` reads. memories: by rank.
         counters: get the preemptions."""
         self.requests = requests
-        self.num_taken = 0
         self._waiting = waiting
         self._tenants = tenants
         self._sharing = sharing
         self._memories = memories
-        self._beams = beams
         self._parts = parts
         self._counters = counters
 
@@ -49,13 +42,11 @@ class Running:
         self._tenants.end_wait(request)
         self._tenants.of(request).num_running += 1
         self.requests.append(request)
-        self.num_taken += request.num_places
 
     def leave(self, request: Request) -> None:
-        """Free the places of a request that has ended or is preempted."""
+        """Free the place of a request that has ended or is preempted."""
         self.requests.remove(request)
         self._tenants.of(request).num_running -= 1
-        self.num_taken -= request.num_places
 
     def preempt(self, request: Request) -> None:
         """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
@@ -63,8 +54,6 @@ class Running:
         for preempted in self._parts.preempted:
             preempted(request, len(self.requests))
         self._memories[request.rank].detach(request)
-        if request.beam_params is not None:
-            self._beams.detach(request)
         request.num_preemptions += 1
         request.yields = False
         self._counters.preemptions += 1
@@ -82,7 +71,7 @@ class Running:
         if not self._sharing.observe(self.requests, num_places):
             return
         self.sort()
-        is_full = self.num_taken >= num_places
+        is_full = len(self.requests) >= num_places
         for victim in self._sharing.victims(self._waiting.queue, is_full=is_full, lacks_memory=lacks_memory):
             if victim.is_in_flight:
                 victim.yields = True

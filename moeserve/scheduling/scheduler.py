@@ -16,7 +16,6 @@ from itertools import islice, takewhile
 
 from moeserve.plan import CANCELLED, Chunk, ChunkResult, FinishReason, Request, StepPlan, StepResult
 from moeserve.scheduling.arrivals import Source
-from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.chunks import Chunks
 from moeserve.scheduling.draft_room import DraftRoom
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants
@@ -89,7 +88,6 @@ class Scheduler:
         ]
         self._rope_switch = rope_switch
         self._parts = Parts(parts)
-        self._beams = Beams(self._memories, max_num_seqs, rope_switch)
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
         self._sharing = Sharing(self._tenants, caches, max_num_seqs)
@@ -101,9 +99,9 @@ class Scheduler:
         sources = [part for part in parts if isinstance(part, Source)]
         self.waiting = WaitingRoom(self._memories, running, self._tenants, self._pace, sources, self._parts)
         self._running = Running(
-            running, self.waiting, self._tenants, self._sharing, self._memories, self._beams, self._parts, self.counters
+            running, self.waiting, self._tenants, self._sharing, self._memories, self._parts, self.counters
         )
-        self._chunks = Chunks(self._memories, self._running, self._tenants, self._parts, self._beams, rope_switch)
+        self._chunks = Chunks(self._memories, self._running, self._tenants, self._parts, rope_switch)
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
         self._num_arrivals = 0
@@ -155,8 +153,6 @@ class Scheduler:
         for check in self._parts.check:
             check(request)
         self._check_wait(request)
-        if request.beam_params is not None:
-            self._beams.enter(request)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.request_id] = request
@@ -244,7 +240,6 @@ class Scheduler:
         self._num_tried = self._num_arrivals
         if not draft.requests:
             return None
-        self._beams.plan_copies(draft)
         self._step += 1
         self._in_flight.append(draft)
         return draft.plans
@@ -270,9 +265,7 @@ class Scheduler:
             if not self._may_go_on(request):
                 continue
             num_pending = request.num_pending_tokens
-            if request.beams and not num_pending:
-                closings += self._chunks.plan_beams(request, draft)
-            elif num_pending > 1:
+            if num_pending > 1:
                 is_prompt = num_pending - request.num_lost_tokens > 1 + request.num_forced_tokens
                 (prompts if is_prompt else closings).append(request)
             elif num_pending == 1:
@@ -327,12 +320,7 @@ class Scheduler:
             error = "no token was sampled"
         outputs: list[RequestOutput] = []
         goes_on = keeps_state = error is None and not request.finished
-        if goes_on and (request.beam_params is not None or request.leader is not None):
-            request.num_computed_tokens += num_certain
-            self._parts.record_computed(request.leader or request, request.num_computed_tokens)
-            self._publish(request)
-            outputs = self._beams.take(request, computed)
-        elif goes_on:
+        if goes_on:
             num_known = len(request.token_ids)
             watching = self._parts.watching(request) if self._parts.watched else ()
             outputs = append_sampled(request, chunk, computed, watching)
@@ -352,10 +340,9 @@ class Scheduler:
             request.failed |= error is not None
             self._release(request)
         elif error is not None:
-            failure = RequestOutput(request.leader or request, finish_reason=FinishReason.ERROR, error=error)
-            outputs.append(self._end(failure))
+            outputs.append(self._end(RequestOutput(request, finish_reason=FinishReason.ERROR, error=error)))
         elif outputs:
-            self._report(request.leader or request, outputs)
+            self._report(request, outputs)
         return outputs
 
     def _report(self, request: Request, outputs: list[RequestOutput]) -> None:
@@ -465,15 +452,14 @@ class Scheduler:
         only requests that an earlier engine had are admitted. candidates: in the order in which they are tried; None
         for all.
         """
-        if not len(self.waiting.queue) or draft.is_full or self._running.num_taken >= self._num_places:
+        if not len(self.waiting.queue) or draft.is_full or self.num_running >= self._num_places:
             return
         loads = RankLoads(self._memories, self._running.requests)
         awaiting: list[Tenant] = []
         places = Counter(map(self._tenants.of, self._running.requests))
         first = list(islice(self.waiting.queue.candidates(), FORESEEN))
         for request in self.waiting.queue.candidates() if candidates is None else candidates:
-            num_left = self._num_places - self._running.num_taken - len(awaiting)
-            if draft.is_full or num_left <= 0 or (self._running.requests and request.num_places > num_left):
+            if draft.is_full or self.num_running + len(awaiting) >= self._num_places:
                 break
             tenant = self._tenants.of(request)
             if tenant in self._lacking or not self._sharing.may_run(tenant.terms, places[tenant]):
@@ -514,12 +500,12 @@ class Scheduler:
             return False
         if not request.is_in_flight:
             return True
-        return request.beam_params is None and (self._run_ahead or request.num_pending_tokens > 0)
+        return self._run_ahead or request.num_pending_tokens > 0
 
     def _drafts(self, draft: PlanDraft) -> Mapping[str, array[int]]:
         """Return by request id the drafts that the step should verify, where there are any."""
         running, parts = self._running.requests, self._parts
-        num_coming = min(len(self.waiting.queue), max(0, self._num_places - self._running.num_taken))
+        num_coming = min(len(self.waiting.queue), max(0, self._num_places - self.num_running))
         switch, may_go_on = self._rope_switch, self._may_go_on
         room = DraftRoom(self._memories, running, num_coming, switch, may_go_on, parts.watched, parts.most_drafts)
         return parts.drafts(draft, room)
@@ -580,9 +566,6 @@ class Scheduler:
         self._tenants.leave(request)
         request.finished, request.failed = True, output.error is not None
         self._pace.count_end(request, reason)
-        if request.beam_params is not None:
-            for beam in self._beams.forget(request):
-                self._release(beam)
         self._open_prompts.remove(request)
         if request.lease is None:
             self._tenants.end_wait(request)

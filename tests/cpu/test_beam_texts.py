@@ -14,7 +14,10 @@ import torch
 
 from benchmarks.token_engine import TokenEngine
 from moeserve.config import ServeConfig
-from moeserve.plan import BeamParams, FinishReason, SamplingParams
+from moeserve.frontend.beam_search import BeamParams
+from moeserve.plan import FinishReason, SamplingParams
+from moeserve.wire import Output
+from tests.support.model_searches import searched
 from tests.support.tiny_models import build
 
 STOPS = (7, 23)
@@ -60,7 +63,13 @@ def expected(
 
 
 def params_of(rule: dict[str, Any]) -> BeamParams:
-    return BeamParams(num_answers=rule["width"], **rule)
+    return BeamParams(num_answers=rule["width"], logprobs=0, **rule)
+
+
+def score_of(found: Output, params: BeamParams) -> float:
+    assert found.logprobs is not None
+    total = sum(token.logprob for token in found.logprobs)
+    return total / len(found.token_ids) ** params.length_penalty
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,12 @@ def searches_of(kind: str) -> tuple[Any, list[Search]]:
     return model, searches
 
 
+def check(found: list[Output], wanted: list[tuple[list[int], float]], params: BeamParams) -> None:
+    assert [text.token_ids for text in found] == [token_ids for token_ids, _ in wanted]
+    scores = [score_of(text, params) for text in found]
+    assert scores == pytest.approx([score for _, score in wanted], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -105,15 +120,12 @@ def test_searches_find_the_texts_of_transformers_beam_search(
     engine = TokenEngine(tmp_path, replace(BASE, **changes))
     num_stopped = 0
     for search in searches:
-        completions = engine.generate(search.prompts, search.sampling, search.params)
-        for wanted, completion in zip(search.wanted, completions, strict=True):
-            assert [text.token_ids for text in completion.found] == [token_ids for token_ids, _ in wanted]
-            assert [text.score for text in completion.found] == pytest.approx([score for _, score in wanted], rel=1e-5)
-            num_stopped += sum(text.finish_reason is FinishReason.STOP for text in completion.found)
+        answers = searched(engine, search.prompts, search.sampling, search.params)
+        for wanted, found in zip(search.wanted, answers, strict=True):
+            check(found, wanted, search.params)
+            num_stopped += sum(text.finish_reason is FinishReason.STOP for text in found)
     assert num_stopped > 0
     engine.scheduler.check_idle()
-    if "kv_cache_memory" in changes:
-        assert engine.scheduler.counters.preemptions > 0
     engine.close()
 
 
@@ -142,10 +154,8 @@ def test_random_searches_find_the_texts_of_transformers_after_any_hit_in_the_cac
             for _ in range(random.randrange(1, 3))
         ]
         sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=STOPS)
-        for prompt, completion in zip(prompts, engine.generate(prompts, sampling, params), strict=True):
-            wanted = expected(model, prompt, params, max_tokens, min_tokens)
-            assert [text.token_ids for text in completion.found] == [token_ids for token_ids, _ in wanted]
-            assert [text.score for text in completion.found] == pytest.approx([score for _, score in wanted], rel=1e-5)
-            num_cached += completion.num_cached_tokens
+        for prompt, found in zip(prompts, searched(engine, prompts, sampling, params), strict=True):
+            check(found, expected(model, prompt, params, max_tokens, min_tokens), params)
+            num_cached += found[0].num_cached_tokens or 0
     assert num_cached > 0
     engine.close()

@@ -15,14 +15,16 @@ from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import check_stage, plan_model, read_spec, stage_bytes, weights_bytes
 from moeserve.engine.ranks.settings import layers_of_ranks
+from moeserve.frontend.beam_search import BeamParams
 from moeserve.model.checkpoint import read_index
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.sizes import expected_index
 from moeserve.model.spec import ModelError
 from moeserve.model.stages import stages_of
-from moeserve.plan import BeamParams, Chunk, SamplingParams, StepPlan
+from moeserve.plan import Chunk, SamplingParams, StepPlan
 from tests.support.llm_prompts import BASE, GREEDY, PROMPTS, SAMPLINGS, assert_same, assert_same_cold_and_cached
+from tests.support.model_searches import searched
 from tests.support.staged_engine import StagedEngine
 from tests.support.tiny_models import CASES, save
 
@@ -131,11 +133,11 @@ def test_a_thousand_random_batches_have_the_bits_of_one_rank(case: str, tmp_path
     check_random_batches(case, tmp_path, num_engines=25, num_batches=8)
 
 
-def test_beams_and_grammars_have_the_answers_of_one_rank(model_dir: Path) -> None:
-    sampling, beams = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2), BeamParams(3, 2)
-    expected = TokenEngine(model_dir, BASE).generate(PROMPTS[:3], sampling, beams)
-    found = StagedEngine(model_dir, replace(TWO, max_num_batched_tokens=64)).generate(PROMPTS[:3], sampling, beams)
-    assert found == expected
+def test_beams_have_the_answers_of_one_rank(model_dir: Path) -> None:
+    sampling, beams = SamplingParams(max_tokens=6), BeamParams(3, 2, logprobs=2)
+    expected = searched(TokenEngine(model_dir, BASE), PROMPTS[:3], sampling, beams)
+    staged = StagedEngine(model_dir, replace(TWO, max_num_batched_tokens=64))
+    assert searched(staged, PROMPTS[:3], sampling, beams) == expected
 
 
 def test_one_request_has_one_step_in_flight_and_two_have_two(model_dir: Path) -> None:

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from moeserve.plan import BeamParams, FinishReason
-from moeserve.scheduling.beam_search import BeamSearch
+from moeserve.frontend.beam_search import BeamParams, BeamSearch
+from moeserve.plan import FinishReason
 from tests.support.parameters import pairs
 
 STOP = 0

@@ -106,11 +106,3 @@ def test_a_part_clears_its_own_blocks_alone() -> None:
     plan = StepPlan(1, [one, other], array("i", [5, 7]))
     assert list(part_of(plan, [one]).zeroed_blocks) == [5]
     assert list(part_of(plan, [other]).zeroed_blocks) == [7]
-
-
-def test_a_part_fills_its_own_copies_and_those_that_no_chunk_writes_to() -> None:
-    parent = Chunk("a/1", array("i", [1]), 5, array("i", [3, 5]), None)
-    fork = Chunk("a/2", array("i", [2]), 5, array("i", [3, 6]), None)
-    plan = StepPlan(1, [parent, fork], copied_blocks=array("i", [5, 6, 5, 9]))
-    assert list(part_of(plan, [parent]).copied_blocks) == [5, 9]
-    assert list(part_of(plan, [fork]).copied_blocks) == [5, 6, 5, 9]

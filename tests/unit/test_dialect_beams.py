@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from moeserve.frontend.beam_search import BeamParams
 from moeserve.frontend.dialects import chat, completions
 from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts
 from moeserve.frontend.errors import ApiError
-from moeserve.plan import BeamParams
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
 BASES: dict[str, tuple[Any, dict[str, Any]]] = {

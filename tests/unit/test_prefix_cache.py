@@ -431,35 +431,3 @@ def test_a_continuation_is_the_one_that_was_released_last() -> None:
     assert cache.continuation(lease, array("i", [20, 21]), 3) == tokens(3, 22)
     assert cache.continuation(lease, array("i", [20, 21, 22, 23, 24]), 9) == tokens(3, 25)
     assert not cache.continuation(lease, array("i", [21]), 3)
-
-
-def test_a_fork_shares_published_blocks_and_gets_a_copy_of_the_others() -> None:
-    cache = PrefixCache(8, SIZE)
-    lease = run(cache, tokens(10))
-    fork = cache.fork(lease, 10)
-    assert fork is not None
-    assert fork.lease.block_ids[:2] == lease.block_ids[:2]
-    assert fork.copies == [(lease.block_ids[2], fork.lease.block_ids[2])]
-    assert (cache.num_leased, fork.lease.num_published_tokens) == (4, 8)
-    cache.release(lease)
-    assert cache.num_leased == 3
-    cache.release(fork.lease)
-    check_invariants(cache)
-    assert (cache.num_leased, cache.num_cached) == (0, 2)
-
-
-def test_a_fork_without_memory_for_its_copies_changes_nothing() -> None:
-    cache = PrefixCache(3, SIZE)
-    lease = run(cache, tokens(10))
-    assert cache.fork(lease, 10) is None
-    check_invariants(cache)
-    assert cache.num_leased == 3
-    cache.release(lease)
-    with pytest.raises(LeaseError):
-        cache.fork(lease, 10)
-
-
-def test_a_lease_with_a_recurrent_state_is_not_forked() -> None:
-    cache = PrefixCache(8, SIZE, snapshot_rows=range(2, 4))
-    with pytest.raises(ValueError, match="recurrent state"):
-        cache.fork(run(cache, tokens(10)), 10)

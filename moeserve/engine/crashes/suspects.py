@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moeserve.engine.crashes.judgement import WORK, name_of_work
 from moeserve.engine.crashes.record import WorkRecord
-from moeserve.plan import StepPlan, owner_of
+from moeserve.plan import StepPlan
 from moeserve.run_context import RunContext
 from moeserve.scheduling.steps import RanksObserver
 from moeserve.wire import Generate, Left, Suspicion
@@ -41,7 +41,7 @@ class Suspects(RanksObserver):
     def begin(self, plans: Sequence[StepPlan]) -> None:
         """Name the requests of a step, or of a part of it that is computed again."""
         chunks = plans[0].chunks if len(plans) == 1 else [chunk for plan in plans for chunk in plan.chunks]
-        ids = [owner_of(chunk.request_id) for chunk in chunks]
+        ids = [chunk.request_id for chunk in chunks]
         ends = [chunk.start + len(chunk.token_ids) for chunk in chunks]
         trial = None
         if self._places:
@@ -128,4 +128,4 @@ def _passes_with(message: Generate, place: int) -> int:
 def digest_of(message: Generate | Left) -> str:
     """Return a digest of a request's prompt and parameters but for the seed, which differs between repetitions."""
     sampling = replace(message.sampling, seed=0)
-    return hashlib.blake2b(message.token_ids + repr((sampling, message.beams)).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(message.token_ids + repr(sampling).encode(), digest_size=16).hexdigest()

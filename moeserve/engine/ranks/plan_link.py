@@ -87,8 +87,6 @@ class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
     forgotten: list[int] = []
     zeroed_blocks: bytes = b""
     zeroed_windows: bytes = b""
-    copied_blocks: bytes = b""
-    copied_windows: bytes = b""
 
 
 @dataclass(slots=True)
@@ -122,8 +120,7 @@ class PlanSender:
         forgotten = self._forget()
         chunks = self._describe_all(plan.chunks)
         zeroed = plan.zeroed_blocks.tobytes(), plan.zeroed_windows.tobytes()
-        copied = [plan.copied_blocks.tobytes(), plan.copied_windows.tobytes()] if plan.copied_blocks else []
-        data = pack([self._num_plans, plan.step, chunks, forgotten, *zeroed, *copied])
+        data = pack([self._num_plans, plan.step, chunks, forgotten, *zeroed])
         self._num_plans += 1
         return data
 
@@ -312,8 +309,8 @@ class PlanReceiver:
             else:
                 chunks.append(self._chunk(one))
         self._next = wire.number + 1
-        blocks = wire.zeroed_blocks, wire.zeroed_windows, wire.copied_blocks, wire.copied_windows
-        return StepPlan(wire.step, chunks, *map(unpack_token_ids, blocks))
+        zeroed = unpack_token_ids(wire.zeroed_blocks), unpack_token_ids(wire.zeroed_windows)
+        return StepPlan(wire.step, chunks, *zeroed)
 
     def _next_tokens(self, data: bytes) -> Iterator[Chunk]:
         values, place = unpack_token_ids(data), 0

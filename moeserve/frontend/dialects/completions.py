@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from moeserve.frontend import limits
+from moeserve.frontend.beam_search import BeamParams
 from moeserve.frontend.dialects import bodies, fields, internal
 from moeserve.frontend.dialects.chat_parts import Prediction, read_prediction
 from moeserve.frontend.dialects.fields import Choices, SamplingBody, Share, read_request
@@ -30,7 +31,7 @@ from moeserve.frontend.dialects.internal import (
 from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.text import TextTokenizer
 from moeserve.kv_transfer import KvTicket, read_params
-from moeserve.plan import BeamParams, PromptProgress, SamplingParams
+from moeserve.plan import PromptProgress, SamplingParams
 
 _SWITCH = "use_beam_search"
 # Fields that would have to change the search, with the values that ask for nothing.

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from moeserve.frontend.beam_search import BeamParams
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.http import DONE, KEEP_ALIVE, RESUMED
 from moeserve.frontend.text import TextTokenizer
 from moeserve.kv_transfer import KvTicket
-from moeserve.plan import BeamParams, PromptProgress, SamplingParams, TokenLogprobs
+from moeserve.plan import PromptProgress, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

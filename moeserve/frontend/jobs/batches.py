@@ -263,11 +263,11 @@ class Batches:
         formatter = exchange.FORMATTERS[kind](
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
         )
-        progress = exchange.Progress(services.metrics, time.monotonic(), len(generates))
+        progress = exchange.Progress(services.metrics, time.monotonic(), request.num_choices)
         turns: exchange.Turns = services.long_answers if request.shows_prompts else nullcontext()
         try:
             with services.admission.hold(request.num_sequences, services.capacity, terms):
-                async with exchange.submitted(services, generates, facts) as group:
+                async with exchange.submitted(services, generates, facts, beams=request.beams) as group:
                     progress.admit()
                     choices = await exchange.whole(group, answer, progress, turns)
                     return await exchange.completed(formatter, choices, answer, services.long_answers), formatter

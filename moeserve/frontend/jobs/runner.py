@@ -27,6 +27,7 @@ from moeserve.frontend.dialects.internal import Delta
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.errors import ApiError, internal_error
 from moeserve.frontend.exchange import (
+    Group,
     Progress,
     answer_of,
     completed,
@@ -39,7 +40,7 @@ from moeserve.frontend.exchange import (
 from moeserve.frontend.held import Hold
 from moeserve.frontend.prepare.messages import Prepared, expect, pack_reply, unpack_reply
 from moeserve.frontend.relay.answer import Answer
-from moeserve.frontend.relay.request_group import EngineGone, Past, RequestGroup
+from moeserve.frontend.relay.request_group import EngineGone, Past
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs, responses
 from moeserve.frontend.store.file import Owner
@@ -406,7 +407,7 @@ class Runner:
                 await self._follow(job, replay, group, past)
         await self._complete(job, replay)
 
-    async def _follow(self, job: OpenJob, replay: Replay, group: RequestGroup, past: Past | None) -> None:
+    async def _follow(self, job: OpenJob, replay: Replay, group: Group, past: Past | None) -> None:
         """Take the group's outputs into the journal, to the end of every choice."""
         progress = Progress(
             self._services.metrics, asyncio.get_running_loop().time(), replay.prepared.request.num_choices

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 from starlette.types import Scope
 
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage, by_tier
@@ -84,7 +83,6 @@ class Answer:
         self.turns: list[int] = []
         self.num_open = request.num_choices
         self._n, self._best, self._echoes = request.n, request.best, request.echo
-        self._searches = request.beams is not None
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._thoughts = thoughts
@@ -142,25 +140,9 @@ class Answer:
         """Record that another engine continued the request."""
         self._usage.resumed = True
 
-    def choice_of(self, number: int) -> int:
-        """Return the choice of request `number` (`generates_of`), for a beam search the first one."""
-        return number * self._n if self._searches else number
-
-    def take(self, number: int, output: Output) -> list[Delta]:
-        """Return the deltas of an output of request `number` (`generates_of`). Raise ApiError if it failed."""
-        if output.found is None:
-            return self._take(self.choice_of(number), output)
-        deltas = []
-        for choice, text in enumerate(output.found, number * self._n):
-            logprobs = list(text.logprobs) or None
-            of_choice = msgspec.structs.replace(
-                output, token_ids=text.token_ids, finish_reason=text.finish_reason, logprobs=logprobs, found=None
-            )
-            deltas += self._take(choice, of_choice)
-        return deltas
-
-    def _take(self, choice: int, output: Output) -> list[Delta]:
-        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LATE):
+    def take(self, choice: int, output: Output) -> list[Delta]:
+        """Return the deltas of an output of a choice. Raise ApiError if it failed."""
+        if output.has_failed:
             raise _failure(output)
         if choice in self._untold:
             self._record_cached(choice, output)

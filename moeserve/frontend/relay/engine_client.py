@@ -317,7 +317,7 @@ class EngineClient:
         self._change()
         log.info("engine_ready", pid=ready.pid, device=ready.device, max_model_len=ready.max_model_len)
         for left in self._left.values():
-            self._link.send(Left(left.request_id, left.token_ids, left.sampling, left.beams))
+            self._link.send(Left(left.request_id, left.token_ids, left.sampling))
         self._left.clear()
         for group in self._open_groups():
             self._hand_over(group)

@@ -71,7 +71,7 @@ class _Sequence:
         return msgspec.structs.replace(
             self.generate,
             terms=replace(self.generate.terms, patient=True),
-            output_token_ids=pack_token_ids(self.output_ids),
+            output_token_ids=self.generate.output_token_ids + pack_token_ids(self.output_ids),
             num_prompt_logprobs=self.num_prompt_logprobs,
             resumes=True,
         )

@@ -23,6 +23,7 @@ from moeserve.frontend.exchange import (
     FORMATTERS,
     TOKENS_AT_ONCE,
     DeltaWriter,
+    Group,
     Progress,
     Turns,
     answer_of,
@@ -52,7 +53,7 @@ from moeserve.frontend.jobs.jobs import STATUS_WAITS, Jobs, JobView
 from moeserve.frontend.keys import Identity, caller_of
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
 from moeserve.frontend.relay.answer import Answer, asks_for_report
-from moeserve.frontend.relay.request_group import EngineGone, RequestGroup
+from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Lend, Services, engine_unavailable
 from moeserve.frontend.store.idempotency import Name
 from moeserve.frontend.store.jobs import StoredJob
@@ -247,14 +248,14 @@ class GenerateRoute:
         )
         send = _tell_cut(send, request, generates)
         answer = answer_of(services, prepared, answer_id, hold)
-        progress = Progress(services.metrics, state["arrival"], len(generates))
+        progress = Progress(services.metrics, state["arrival"], request.num_choices)
         turns: Turns = services.long_answers if request.shows_prompts else nullcontext()
         formatter = FORMATTERS[self._dialect.kind](
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
         )
         try:
             async with AsyncExitStack() as stack:
-                group = await stack.enter_async_context(submitted(services, generates, facts))
+                group = await stack.enter_async_context(submitted(services, generates, facts, beams=request.beams))
                 progress.admit()
                 stack.callback(_record_deaths, group, state["log"])
                 if request.stream:
@@ -358,7 +359,7 @@ def _tell_cut(send: Send, request: GenerateRequest, generates: list[Generate]) -
     return with_headers(send, [(b"x-moeserve-max-tokens", str(least).encode())])
 
 
-def _record_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:
+def _record_deaths(group: Group, log_fields: dict[str, Any]) -> None:
     """Add to the log line how often the request went on in, or ended with, another life of the engine."""
     if group.num_deaths:
         log_fields["engine_deaths"] = group.num_deaths
@@ -368,7 +369,7 @@ def _record_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:
 class _Streaming:
     """Sends the answer as events while it is generated."""
 
-    group: RequestGroup
+    group: Group
     answer: Answer
     formatter: Formatter
     progress: Progress
@@ -414,7 +415,7 @@ class _Streaming:
     async def _write(self, deltas: list[Delta] | None) -> None:
         """Write the events of some deltas; for None how far prompts are, a comment where that is not asked for."""
         if deltas is None:
-            told = [self.formatter.progress(self.answer.choice_of(n), at) for n, at in self.group.take_progress()]
+            told = [self.formatter.progress(choice, at) for choice, at in self.group.take_progress()]
             await self.stream.write(b"".join(told) or self.formatter.ping())
             return
         events = []

@@ -10,8 +10,35 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
+from typing import Literal
 
-from moeserve.plan import BeamParams, FinishReason, FoundText, TokenLogprobs
+from moeserve.plan import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Search for the likeliest texts with `width` beams, and give the `num_answers` best ones.
+
+    A text's score is the sum of the log probabilities of its tokens, over their number to the power `length_penalty`.
+    `early_stopping`: True ends the search once `width` texts have ended; False once no beam is better than the worst of
+    them at its present length; `never` once none can become so at any length. `logprobs`: as in `SamplingParams`.
+    """
+
+    width: int
+    num_answers: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundText:
+    """A text that a search has found. `logprobs` are of its tokens, empty if they were not asked for."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    score: float
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
