@@ -250,8 +250,8 @@ class Bench:
             drafts, eos = build_drafts(config, rank.model.kv), tuple(rank.model.eos_token_ids)
             masks = GrammarMasks(tokenizer, rank.model.spec.vocab_size, eos, most_drafts=drafts.most_forced)
             self._masks.append(masks)
-            parts, switch = build_text_parts(masks, drafts), rank.model.rope_switch
-            scheduler = build_scheduler(config, rank.model.kv, caches, rope_switch=switch, parts=parts)
+            parts = build_text_parts(masks, drafts)
+            scheduler = build_scheduler(config, rank.model.kv, caches, parts=parts)
             steps = Steps(scheduler, LocalExecutor(rank.runner), rank.depth)
             self.services[method] = Service(scheduler, steps, masks, drafts, clock)
         self.eos, self.tokenizer_json, self.vocab_size = eos, tokenizer, rank.model.spec.vocab_size

@@ -66,8 +66,8 @@ class TokenEngine:
         caches, self.drafts = build_caches(config, model.kv), build_drafts(config, model.kv, rank.depth)
         tokenizer, most = directory / "tokenizer.json", self.drafts.most_forced
         self.masks = GrammarMasks(tokenizer, model.spec.vocab_size, model.eos_token_ids, most_drafts=most)
-        parts, switch = [*build_text_parts(self.masks, self.drafts), *further], model.rope_switch
-        self.scheduler = build_scheduler(config, model.kv, caches, depth=rank.depth, rope_switch=switch, parts=parts)
+        parts = [*build_text_parts(self.masks, self.drafts), *further]
+        self.scheduler = build_scheduler(config, model.kv, caches, depth=rank.depth, parts=parts)
         self.steps = Steps(self.scheduler, executor, rank.depth)
 
     @contextmanager

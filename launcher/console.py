@@ -145,8 +145,11 @@ def _context(ready: Ready) -> str:
         if ready.max_model_len == tokens and not ready.num_window_blocks:
             needed = show_size(-(-longest * ready.kv_bytes // tokens), up=True).replace(" ", "")
             text += f": --kv-cache-memory {needed} holds them all"
-    if ready.stretched_from is not None:
-        text += f"; beyond {ready.stretched_from:,} positions are stretched"
+    short = ready.short_context
+    if short is not None and ready.max_model_len > short:
+        text += f"; positions are stretched, as --max-model-len is beyond {short:,}"
+    elif short is not None:
+        text += f"; --max-model-len beyond {short:,} stretches positions"
     return text
 
 

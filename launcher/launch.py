@@ -195,7 +195,7 @@ def _usual_answers(key: str | None) -> bool:
 def _too_small(context: int, asked: Asked) -> str:
     """Return the warning for a context that is less than an agent's first prompts need."""
     how = "--set " if asked.names_a_service else "a start of the service with --"
-    flags = " or ".join(f"{how}{flag}" for flag in ("kv-cache-memory=SIZE", "kv-cache-dtype=int8"))
+    flags = f"{how}max-model-len={TOKENS_OF_AGENTS}, with kv-cache-memory=SIZE or kv-cache-dtype=int8 if need be,"
     if "max_model_len" in asked.settings:
         flags = "a larger --set max-model-len"
     return (

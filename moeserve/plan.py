@@ -197,7 +197,6 @@ class Request:
     state: RequestState | None = None  # with the lease, if the model has recurrent states
     prefix_names: list[bytes] = field(default_factory=list)  # of its first blocks in the lower tier, as far as known
     no_room: Room | None = None  # what there was when it last could not run for lack of room
-    first_angle: int = 0  # see `Chunk`
     finished: bool = False  # it has ended; a plan may name it still
     failed: bool = False  # it has ended with an error
     yields: bool = False  # it must leave its place as soon as no plan in flight names it
@@ -329,9 +328,6 @@ class Chunk:
     `drawn_by` is set if the previous plan is still in flight: the chunk has one token, which is number `drawn_by` among
     the tokens that the earlier plan will sample, and `token_ids` holds a zero in its place.
 
-    `first_angle`: the row of position 0 in the table of rotary angles; not 0 for a request that has outgrown the
-    context beyond which its model uses other angles (`moeserve.model.rope`).
-
     `following` is the token behind a chunk that is not sampled, where an MTP layer needs it; else None.
 
     `state` is None for models without recurrent states. `window` is None where layers with a sliding window use the
@@ -346,7 +342,6 @@ class Chunk:
     extras: ChunkExtras | None = None
     drawn_by: int | None = None
     state: StateUse | None = None
-    first_angle: int = 0
     window: WindowTable | None = None
     num_drafts: int = 0
     following: int | None = None

@@ -23,9 +23,8 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     `pid`: of the engine's process, which may be a copy of the one that reports (`launcher.copies`).
     `kernels` names the compiled kernels that compute on the CPU, and `no_compiled_kernels` says in a sentence why torch
     computes there in place of them, if it does.
-    `model` says in a line what the model is, `arithmetic` how it multiplies. `stretched_from`: the tokens beyond which
-    a request's angles change, None where contexts never change them. `default_max_tokens`, `longest_answer`: see
-    `EngineReady`.
+    `model` says in a line what the model is, `arithmetic` how it multiplies. `short_context`: see
+    `RopeSpec.short_context`. `default_max_tokens`, `longest_answer`: see `EngineReady`.
     """
 
     device: str
@@ -46,7 +45,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     model: str | None = None
     pid: int | None = None
     arithmetic: str = ""
-    stretched_from: int | None = None
+    short_context: int | None = None
     default_max_tokens: int | None = None
     longest_answer: int | None = None
 

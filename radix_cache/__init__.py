@@ -7,7 +7,7 @@ from radix_cache.facts import Evicted, Fact, Published
 from radix_cache.fills import Fill, begin_fill
 from radix_cache.listing import CachedPrefix, Listing
 from radix_cache.misses import Miss, MissReason
-from radix_cache.nodes import APART, PUBLIC, Lease, Snapshot
+from radix_cache.nodes import PUBLIC, Lease, Snapshot
 from radix_cache.prefix_cache import PrefixCache
 from radix_cache.retention import account_of
 from radix_cache.room import Room, is_still_full

@@ -8,8 +8,6 @@ NOT_QUEUED = -1
 # The namespace whose prefixes every other namespace may use. No account has this name: names of accounts are digests,
 # or empty.
 PUBLIC = "public"
-# Ends the name of a namespace that does not use the prefixes of PUBLIC, because its own KV would differ from theirs.
-APART = "/apart"
 
 
 class Node:

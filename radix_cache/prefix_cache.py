@@ -37,9 +37,9 @@ class PrefixCache:
     nothing is shared or kept: `match` finds nothing, `publish` and `advance` do nothing, `release` frees every block.
 
     A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; prefixes published in the namespace PUBLIC serve all other
-    namespaces too, except namespaces whose names end with APART. An account retains at most `retention_share` of all
-    blocks, unless a call gives its share. All accounts together pin at most `pin_share` of the blocks, and one account
-    half of that, unless it has a share of its own. Time is the caller's, set by `set_time`; there is no clock inside.
+    namespaces too. An account retains at most `retention_share` of all blocks, unless a call gives its share. All
+    accounts together pin at most `pin_share` of the blocks, and one account half of that, unless it has a share of its
+    own. Time is the caller's, set by `set_time`; there is no clock inside.
 
     Some models need more than KV blocks to go on from a prefix, which then serves only up to a boundary that has it
     (`radix_cache.needs`). Models with recurrent states give `snapshot_rows`, the rows of the rank's pool of states that

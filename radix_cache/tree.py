@@ -14,7 +14,7 @@ from itertools import islice
 
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS, EvictionRecord
 from radix_cache.facts import Evicted, Fact, Published
-from radix_cache.nodes import APART, NOT_QUEUED, PUBLIC, Node
+from radix_cache.nodes import NOT_QUEUED, PUBLIC, Node
 from radix_cache.retention import RetentionLedger, account_of
 from radix_cache.snapshots import SnapshotTable, split_snapshots
 from radix_cache.victims import Victims
@@ -33,8 +33,7 @@ class RadixTree:
     leaf only after its children are gone, and one that vanishes passes its stamp up if it is the newer one.
 
     A namespace's prefixes lie below its root, or below a prefix of the namespace PUBLIC that they begin with: a match
-    follows public runs as far as it can, then the namespace's own runs. A namespace whose name ends with APART has only
-    its own prefixes.
+    follows public runs as far as it can, then the namespace's own runs.
 
     Retention (`ledger`) and the shares of accounts (`victims`) come before recency. `now` is the caller's time, set by
     `set_time`. `branches`: by namespace, the newest last, its runs right below runs of PUBLIC. `facts`: the additions
@@ -78,7 +77,7 @@ class RadixTree:
 
     def start(self, namespace: str, data: bytes) -> Node | None:
         """Return the root below which `data` (int32 ids) is looked up; None if the namespace has none yet."""
-        public = None if namespace.endswith(APART) else self.roots.get(PUBLIC)
+        public = self.roots.get(PUBLIC)
         if public is not None and data[: self._block_bytes] in public.children:
             return public
         return self.roots.get(namespace)

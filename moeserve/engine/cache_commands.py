@@ -13,7 +13,7 @@ import msgspec
 from moeserve.scheduling.lower_tier import Hosted, LowerTier, TierCounters
 from moeserve.scheduling.overflow import Fate
 from moeserve.wire import FeatureSamples, pack_token_ids, unpack_token_ids
-from radix_cache import APART, PUBLIC, BudgetError, CachedPrefix, PrefixCache, Tier, account_of
+from radix_cache import PUBLIC, BudgetError, CachedPrefix, PrefixCache, Tier, account_of
 
 MAX_LISTED = 1000  # prefixes that one answer lists at most
 _BUDGET = ("blocks", "retained", "pinned", "free")  # as in `Retentions.budget`; free for pins
@@ -168,7 +168,7 @@ class CacheCommands:
 
     def _list(self, arguments: ListArguments) -> Job:
         limit = min(max(1, arguments.limit), MAX_LISTED)
-        namespaces = None if arguments.namespace is None else _spellings(arguments.namespace)
+        namespaces = None if arguments.namespace is None else (arguments.namespace,)
         of_rank, num_runs, complete = [], 0, True
         for rank, cache in enumerate(self._caches):
             listing = yield from cache.prefixes(namespaces, limit)
@@ -194,7 +194,7 @@ class CacheCommands:
             "disk": self._stored_in(Tier.DISK, namespaces),
         }
 
-    def _stored_in(self, tier: Tier, namespaces: tuple[str, str] | None) -> dict[str, int] | None:
+    def _stored_in(self, tier: Tier, namespaces: tuple[str, ...] | None) -> dict[str, int] | None:
         """Return the KV of namespaces, or of all, in a tier; None without the tier."""
         if self._lower is None:
             return None
@@ -250,18 +250,13 @@ class CacheCommands:
         return int(rank), int(serial)
 
     def _drop(self, arguments: DropArguments) -> Job:
-        namespaces = None if arguments.namespace is None else _spellings(arguments.namespace)
+        namespaces = None if arguments.namespace is None else (arguments.namespace,)
         num_freed = 0
         for cache in self._caches:
             for count in cache.drop(namespaces):
                 num_freed += count
                 yield
         return {"blocks_freed": num_freed}
-
-
-def _spellings(namespace: str) -> tuple[str, str]:
-    """Return the namespaces where a client's prefixes are: also that of its requests beyond a change of rotation."""
-    return namespace, namespace + APART
 
 
 def _listed(rank: int, prefix: CachedPrefix) -> dict[str, Any]:

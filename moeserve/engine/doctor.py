@@ -562,7 +562,7 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig, host_bytes: in
             min(memory, config.kv_cache_memory or memory),
             block_bytes=block_bytes,
             block_size=config.block_size,
-            model_max_len=spec.max_position,
+            model_max_len=spec.longest_context(config.max_model_len),
             max_model_len=config.max_model_len,
             windows=window_demand(
                 spec.kv_layers, config.block_size, kv_dtype, config.max_num_seqs, step_budget(config, "cuda")

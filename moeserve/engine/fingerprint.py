@@ -47,6 +47,7 @@ def fingerprint_of(config: ServeConfig, rank: Rank, model: str) -> str:
         [str(pool.dtype) for layer in rank.kv_pool.layers for pool in layer if pool is not None],
         [(kind.name, one.shape[0], one.shape[2]) for kind, memory in rank.block_tensors().items() for one in memory],
         isinstance(served.spec, DecoderSpec),  # Or transformers' code computes.
+        served.is_stretched,
         config.quantization,
         config.expert_quantization,
         # Where there are several ranks, each sums the outputs of its own experts, and sends the sums home rounded.

@@ -285,7 +285,7 @@ def share_memory(
         block_size=config.block_size,
         available_bytes=free_for_rank,
         kv_cache_memory=config.kv_cache_memory,
-        model_max_len=spec.max_position,
+        model_max_len=spec.longest_context(config.max_model_len),
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         most_bytes=_most_kv_bytes(config, free_for_rank, residency),

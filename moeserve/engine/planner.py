@@ -92,14 +92,12 @@ def build_scheduler(
     device: str = "cpu",
     *,
     depth: int = 0,
-    rope_switch: int | None = None,
     pace: Pace | None = None,
     parts: Sequence[Part] = (),
 ) -> Scheduler:
     """Return the scheduler over the caches of all ranks. Raise ConfigError for contradicting limits.
 
-    depth: see `Steps`. rope_switch: see `moeserve.model.rope`. pace: see `Scheduler`; it then needs
-    `Scheduler.set_time`. parts: see `Scheduler`.
+    depth: see `Steps`. pace: see `Scheduler`; it then needs `Scheduler.set_time`. parts: see `Scheduler`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -114,7 +112,6 @@ def build_scheduler(
         run_ahead=_runs_ahead(config, depth),
         states=StatePolicy(num_slots) if num_slots else None,
         pace=pace,
-        rope_switch=rope_switch,
         parts=parts,
     )
 

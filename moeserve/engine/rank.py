@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from experts.observer import StepObserver
 from moeserve.device import KvBudget
-from moeserve.model.rope import rope_switch
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Pending, StepPlan, StepResult
 from moeserve.scheduling.steps import Runner, abandoned_if_it_fails
@@ -125,9 +124,15 @@ class ServedModel:
         return eos_token_ids(self.defaults, self.spec)
 
     @property
-    def rope_switch(self) -> int | None:
-        """See `moeserve.model.rope.rope_switch`. A model on transformers' code ends before its angles change."""
-        return rope_switch(self.spec.rope, self.kv.max_model_len) if isinstance(self.spec, DecoderSpec) else None
+    def short_context(self) -> int | None:
+        """The longest context without stretched positions, where some have them (`RopeSpec.short_context`). A model on
+        transformers' code has no longer ones."""
+        return self.spec.rope.short_context if isinstance(self.spec, DecoderSpec) else None
+
+    @property
+    def is_stretched(self) -> bool:
+        """True if the service takes contexts for which positions are stretched."""
+        return self.short_context is not None and self.kv.max_model_len > self.short_context
 
 
 def eos_token_ids(defaults: GenerationDefaults, spec: ModelSpec) -> list[int]:

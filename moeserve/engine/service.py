@@ -190,7 +190,7 @@ def serve(
     pace = build_pace(config, model.device, rank.warm_up)
     links = _open_links(context, rank, caches[0], pace)
     tier = None if lower is None else LowerTier(caches, pace, Overflow(config.kv_overflow), lower.read_s)
-    drafts, switch = build_drafts(config, model.kv, rank.depth), model.rope_switch
+    drafts = build_drafts(config, model.kv, rank.depth)
     with ExitStack() as ends:
         if links is not None:
             ends.callback(links.close)
@@ -199,9 +199,7 @@ def serve(
         ends.callback(masks.close)
         kv_parts, text_parts = _kv_parts(links, tier), build_text_parts(masks, drafts)
         parts = build_parts(caches, suspects.until, pace, kv_parts, text_parts, config.pipeline_parallel_size)
-        scheduler = build_scheduler(
-            config, model.kv, caches, model.device, depth=rank.depth, rope_switch=switch, pace=pace, parts=parts
-        )
+        scheduler = build_scheduler(config, model.kv, caches, model.device, depth=rank.depth, pace=pace, parts=parts)
         sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ends.callback(sockets.term)
         socket = ends.enter_context(closing(EngineSocket(sockets, context.engine_address, context.incarnation)))
@@ -347,7 +345,7 @@ def _ready_status(ready: EngineReady, model: ServedModel) -> Ready:
         num_window_blocks=ready.num_blocks // model.kv.num_blocks * model.kv.num_window_blocks,
         window=model.kv.window,
         model_max_len=model.spec.max_position,
-        stretched_from=model.rope_switch,
+        short_context=model.short_context,
         model=summary(model.spec),
         kernels=kernels_in_use() if model.device == "cpu" else None,
         no_compiled_kernels=native_kernels_absence() if model.device == "cpu" else None,

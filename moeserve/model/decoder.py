@@ -23,7 +23,7 @@ from kernels.state_rows import StateRows
 from kernels.weight_formats import Matrix
 from moeserve.model.delta_net import GatedDeltaNet
 from moeserve.model.norms_over_ranks import NormsOverRanks, Partners
-from moeserve.model.rope import Frequencies, rope_frequencies, rope_switch
+from moeserve.model.rope import rope_frequencies
 from moeserve.model.rounding import look_up
 from moeserve.model.shards import Shard
 from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, ModelSpec, RopeSpec
@@ -250,33 +250,22 @@ KvPools = Sequence[tuple[Tensor, Tensor | None]]
 
 class RopeTable:
     """Cosines and sines of all positions up to ``max_model_len``, made once: looking an angle up gives the same bits in
-    every batch, which computing it might not.
-
-    If frequencies change beyond `rope_switch` tokens, the first `rope_switch` rows are the angles of these positions.
-    The rows after them are the angles of all positions of extended contexts.
-    """
+    every batch, which computing it might not."""
 
     def __init__(
         self, rope: RopeSpec, max_model_len: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
         """device: of the tables, default the CPU, where they are computed."""
-        switch = rope_switch(rope, max_model_len)
-        tables = [_cos_and_sin(rope_frequencies(rope), switch or max_model_len)]
-        if switch is not None:
-            tables.append(_cos_and_sin(rope_frequencies(rope, extended=True), max_model_len))
+        frequencies = rope_frequencies(rope, max_model_len)
+        inverse = torch.tensor(frequencies.inverse, dtype=torch.float32)
+        angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inverse
         dtype = torch.float32 if rope.keep_fp32 else dtype
-        self._cos, self._sin = (torch.cat(parts).to(device, dtype) for parts in zip(*tables, strict=True))
+        self._cos = (angles.cos() * frequencies.scale).to(device, dtype)
+        self._sin = (angles.sin() * frequencies.scale).to(device, dtype)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64, rows of the table -> cos, sin [T, rotary_dim / 2]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-
-
-def _cos_and_sin(frequencies: Frequencies, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Return scaled cosines and sines [num_positions, rotary_dim / 2] in float32."""
-    inverse = torch.tensor(frequencies.inverse, dtype=torch.float32)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse
-    return angles.cos() * frequencies.scale, angles.sin() * frequencies.scale
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kernels.specs import Activation, ActivationKind, GateSpec
 from moeserve.model.config_bounds import check_numbers
 from moeserve.model.files import read_json, read_text
 from moeserve.model.packed.config import described_quantization, quantization_spec
-from moeserve.model.rope import parse_rope, rope_frequencies, rope_switch, yarn_softmax_multiplier
+from moeserve.model.rope import parse_rope, rope_frequencies, yarn_softmax_multiplier
 from moeserve.model.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -125,9 +125,8 @@ def build_spec(config: Config) -> DecoderSpec:
 
 def _check_frequencies(spec: DecoderSpec) -> None:
     """Raise ValueError or ArithmeticError if the rotation is not finite for short or for long contexts."""
-    extensible = rope_switch(spec.rope, spec.max_position) is not None
-    for extended in (False, True)[: 1 + extensible]:
-        frequencies = rope_frequencies(spec.rope, extended=extended)
+    for max_model_len in (spec.longest_context(None), spec.max_position):
+        frequencies = rope_frequencies(spec.rope, max_model_len)
         if not all(map(math.isfinite, (frequencies.scale, *frequencies.inverse))):
             raise ValueError("its rotary embedding is not finite")
 

@@ -90,6 +90,4 @@ def _draft_chunk(place: _Place, token: int, count: int) -> Chunk:
     """Return the chunk that enters a draft at the position `count` behind a place."""
     chunk = place.chunk
     position = place.position + count
-    return Chunk(
-        chunk.request_id, array("i", [token]), position, chunk.block_table, None, first_angle=chunk.first_angle
-    )
+    return Chunk(chunk.request_id, array("i", [token]), position, chunk.block_table, None)

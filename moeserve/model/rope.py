@@ -30,7 +30,7 @@ def parse_rope(
     Raise UnsupportedModel for a kind of scaling that is not served, ModelError if a value is missing.
     """
     kind = parameters.get("rope_type") or "default"
-    if kind not in _KINDS:
+    if kind not in (*_KINDS, "longrope"):
         raise UnsupportedModel(f"Rotary embeddings of type {kind!r} are not supported.")
     required = _REQUIRED.get(kind, ())
     missing = [name for name in required if parameters.get(name) is None]
@@ -67,24 +67,13 @@ def parse_rope(
     )
 
 
-def rope_frequencies(rope: RopeSpec, *, extended: bool = False) -> Frequencies:
-    """Return the frequencies of a request. extended: True if it has more tokens than `rope_switch`.
+def rope_frequencies(rope: RopeSpec, max_model_len: int) -> Frequencies:
+    """Return the frequencies of all contexts of a service with up to `max_model_len` tokens.
 
+    LongRoPE has two kinds. They do not change within a service, whose requests so share cached keys at any length.
     Dynamic scaling equals the default up to the context at which it starts.
     """
-    return _longrope(rope, extended=True) if extended else _KINDS[rope.kind](rope)
-
-
-def rope_switch(rope: RopeSpec, max_model_len: int) -> int | None:
-    """Return the number of tokens beyond which a request's frequencies change, if contexts may grow beyond it.
-
-    They change for all its positions at once, in the step that computes the first token beyond, as in transformers'
-    ``generate``: its keys are computed anew, and requests on both sides share no cached keys.
-    """
-    if rope.kind != "longrope" or max_model_len <= rope.original_max_position:
-        return None
-    changes = rope_frequencies(rope) != rope_frequencies(rope, extended=True)
-    return rope.original_max_position if changes else None
+    return _longrope(rope, max_model_len) if rope.kind == "longrope" else _KINDS[rope.kind](rope)
 
 
 def yarn_softmax_multiplier(rope: RopeSpec) -> float:
@@ -153,9 +142,10 @@ def _yarn(rope: RopeSpec) -> Frequencies:
     return Frequencies(tuple(blended), scale)
 
 
-def _longrope(rope: RopeSpec, extended: bool) -> Frequencies:
-    factors = rope.long_factor if extended else rope.short_factor
-    scale = rope.long_mscale if extended else rope.short_mscale
+def _longrope(rope: RopeSpec, max_model_len: int) -> Frequencies:
+    is_long = rope.short_context is not None and max_model_len > rope.short_context
+    factors = rope.long_factor if is_long else rope.short_factor
+    scale = rope.long_mscale if is_long else rope.short_mscale
     if scale is None:
         scale = rope.attention_factor
     if scale is None:
@@ -170,7 +160,6 @@ _KINDS: dict[str, Callable[[RopeSpec], Frequencies]] = {
     "dynamic": _default,
     "llama3": _llama3,
     "yarn": _yarn,
-    "longrope": lambda rope: _longrope(rope, extended=False),
 }
 _REQUIRED = {
     "linear": ("factor",),

@@ -29,6 +29,10 @@ class ModelSpec(ABC):
     bos_token_id: int | None = None
     quantization: QuantizationSpec | None = None
 
+    def longest_context(self, asked: int | None) -> int:
+        """Return the longest context that can be served. asked: the one that a service is to have, None for any."""
+        return self.max_position
+
     @property
     def num_layers(self) -> int:
         return len(self.sparse_layers)
@@ -85,6 +89,11 @@ class DecoderSpec(ModelSpec):
     tie_embeddings: bool = False
     lm_head_bias: bool = False
     mtp: MtpSpec | None = None
+
+    def longest_context(self, asked: int | None) -> int:
+        # Stretched positions cost quality in short contexts, so they are for a service that asks for longer ones.
+        short = self.rope.short_context
+        return self.max_position if asked is not None or short is None else min(short, self.max_position)
 
     def is_recurrent(self, layer: int) -> bool:
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
@@ -329,6 +338,12 @@ class RopeSpec:
     long_factor: tuple[float, ...] = ()
     short_mscale: float | None = None
     long_mscale: float | None = None
+
+    @property
+    def short_context(self) -> int | None:
+        """The longest context for the short factors of LongRoPE; None if all contexts have the same angles."""
+        same = (self.short_factor, self.short_mscale) == (self.long_factor, self.long_mscale)
+        return None if same else self.original_max_position
 
 
 class ModelError(Exception):

@@ -118,7 +118,7 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
         count = len(chunk.token_ids)
         first, last = chunk.start, chunk.start + count
         arrays.token_ids.extend(iter(chunk.token_ids))
-        arrays.positions.extend(range(chunk.first_angle + first, chunk.first_angle + last))
+        arrays.positions.extend(range(first, last))
         table = chunk.block_table
         _add_slots(arrays.slots, table, first, last, block_size)
         if chunk.window is not None:

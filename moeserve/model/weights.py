@@ -64,7 +64,7 @@ def load_decoder(
 ) -> Decoder:
     """Load the safetensors checkpoint in ``directory`` as ``dtype`` (float32, bfloat16 or float16).
 
-    ops: of the device, the CPU's by default. max_model_len: longest context to serve, the model's own if None.
+    ops: of the device, the CPU's by default. max_model_len: longest context to serve, None for any.
     owned_experts(layer): the experts to read, all if None; owning fewer takes a ``dispatch_of(layer)`` that reaches the
     others. observers: of all steps. progress(done_bytes, total_bytes). rounding: of float32 weights on a CPU.
     packed_experts: see ``PackedLayer``; ``owned_experts`` returns none then. forgets_files: see `TensorReader`.
@@ -96,7 +96,7 @@ def load_decoder(
             layers,
             loader.norm(plan.outer, "norm"),
             loader.linear(plan.outer, "lm_head") if "lm_head" in plan.outer else None,
-            max_model_len=max_model_len or spec.max_position,
+            max_model_len=max_model_len or spec.longest_context(None),
             dtype=dtype,
             observers=observers,
             mtp=None if plan.mtp is None else _load_mtp(spec, plan.mtp, ops, reader, dtype, rounding),

@@ -22,14 +22,12 @@ class Chunks:
         running: Running,
         tenants: Tenants,
         parts: Parts,
-        rope_switch: int | None,
     ) -> None:
-        """memories: by rank. rope_switch: see `Scheduler`."""
+        """memories: by rank."""
         self._memories = memories
         self._running = running
         self._tenants = tenants
         self._parts = parts
-        self._rope_switch = rope_switch
         # By rank, the slots of a block, where chunks need nothing but slots; else 0.
         self._block_sizes = [memory.block_size if memory.needs_slots_alone else 0 for memory in memories]
 
@@ -130,8 +128,6 @@ class Chunks:
         if request.num_output_tokens + 1 >= request.sampling.max_tokens:
             return
         if self._parts.watched and self._parts.need_token(request):
-            return
-        if request.num_planned_tokens == self._rope_switch and not request.first_angle:
             return
         drawn_by = previous.sampled_place(request)
         if drawn_by is None or draft.budgets[request.rank] <= 0:

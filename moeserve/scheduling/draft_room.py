@@ -16,7 +16,6 @@ class DraftRoom:
     memories: Sequence[RequestMemory]  # by rank
     running: Sequence[Request]
     num_coming: int  # waiting requests that may get a place
-    rope_switch: int | None  # see `Scheduler`
     may_go_on: Callable[[Request], bool]  # whether the step may name a running request
     watched: Mapping[str, object]  # the ids of requests that parts watch
     most_drafts: Callable[[Request, int], int]  # see `Part.most_drafts`
@@ -49,7 +48,7 @@ class DraftRoom:
         """
         memory, rooms = self.memories[rank], list[int]()
         num_slots, num_spare = memory.num_free_slots - self.num_coming, dict[str, int]()
-        block_size = memory.block_size if memory.needs_slots_alone and self.rope_switch is None else 0
+        block_size = memory.block_size if memory.needs_slots_alone else 0
         for request, count in zip(requests, num_guessed, strict=True):
             lease, end = request.lease, len(request.token_ids) + count
             # Fast path: most requests of a large step are plain, and the step's cost grows with their number.
@@ -67,8 +66,7 @@ class DraftRoom:
         return rooms
 
     def _of(self, request: Request, num_guessed: int, memory: RequestMemory, num_spare: dict[str, int]) -> int:
-        """Return how many drafts a request may have: no row is needed whose token would be one too many, or would need
-        other angles.
+        """Return how many drafts a request may have: no row is needed whose token would be one too many.
 
         num_spare: by namespace, the blocks that are left for drafts, as far as they were counted."""
         num_known, lease = len(request.token_ids), request.held
@@ -76,8 +74,6 @@ class DraftRoom:
             return 0
         room = min(request.sampling.max_tokens + request.num_prompt_tokens - num_known - 1, num_guessed)
         room = int(min(room, memory.draft_room(request)))
-        if self.rope_switch is not None and not request.first_angle:
-            room = min(room, self.rope_switch - num_known)
         room = self.most_drafts(request, room)
         num_slots = len(lease.block_ids) * memory.block_size - num_known
         if num_slots < room:

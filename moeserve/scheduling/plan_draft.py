@@ -95,8 +95,6 @@ class PlanDraft:
             if count > 1:
                 chunk.token_ids += drafts[request.request_id]
                 chunk.num_drafts = count - 1
-            if request.first_angle:
-                chunk.first_angle = request.first_angle
             plans[rank].chunks.append(chunk)
             budgets[rank] -= count
             rows[rank] += count
@@ -163,7 +161,6 @@ class PlanDraft:
 
     def _append(self, request: Request, chunk: Chunk) -> None:
         rank, count = request.rank, len(chunk.token_ids)
-        chunk.first_angle = request.first_angle
         self.plans[rank].chunks.append(chunk)
         self.requests.append(request)
         if self._has_all_decodes:

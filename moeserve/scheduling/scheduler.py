@@ -36,7 +36,7 @@ from moeserve.scheduling.running import Running
 from moeserve.scheduling.sampled_tokens import append_sampled
 from moeserve.scheduling.sharing import Sharing
 from moeserve.scheduling.waiting_room import FORESEEN, WaitingRoom
-from radix_cache import APART, PrefixCache
+from radix_cache import PrefixCache
 
 # A round of admissions ends once this number of prompts was found to wait for other prompts, each for another one.
 _MAX_FOLLOWERS_TRIED = 64
@@ -66,11 +66,9 @@ class Scheduler:
         run_ahead: bool = False,
         states: StatePolicy | None = None,
         pace: Pace | None = None,
-        rope_switch: int | None = None,
         parts: Sequence[Part] = (),
     ) -> None:
-        """states: None for models without recurrent states. rope_switch: the number of tokens beyond which all keys of
-        a request get other angles (`moeserve.model.rope`). pace: None bounds no wait by time. parts: in their order
+        """states: None for models without recurrent states. pace: None bounds no wait by time. parts: in their order
         (`moeserve.scheduling.parts`)."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
@@ -86,7 +84,6 @@ class Scheduler:
         self._memories = [
             RequestMemory(cache, NoStates() if states is None else RequestStates(cache, states)) for cache in caches
         ]
-        self._rope_switch = rope_switch
         self._parts = Parts(parts)
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
@@ -101,7 +98,7 @@ class Scheduler:
         self._running = Running(
             running, self.waiting, self._tenants, self._sharing, self._memories, self._parts, self.counters
         )
-        self._chunks = Chunks(self._memories, self._running, self._tenants, self._parts, rope_switch)
+        self._chunks = Chunks(self._memories, self._running, self._tenants, self._parts)
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
         self._num_arrivals = 0
@@ -159,8 +156,6 @@ class Scheduler:
         self._tenants.enter(request)
         for memory in self._memories:
             memory.share(request)
-        if self._outgrows(request):
-            self._extend(request)
         self._parts.enter(request)
         self._open_prompts.add(request)
         self._tenants.wait(request)
@@ -219,7 +214,6 @@ class Scheduler:
 
         A rank with nothing to do gets an empty plan. Mutates the requests that it schedules.
         """
-        self._turn_outgrown()
         draft = PlanDraft(
             self._step + 1,
             self._max_num_batched_tokens,
@@ -243,16 +237,6 @@ class Scheduler:
         self._step += 1
         self._in_flight.append(draft)
         return draft.plans
-
-    def _turn_outgrown(self) -> None:
-        """Let requests that outgrow the context up to which the model uses its first angles begin anew with others."""
-        if self._rope_switch is None:
-            return
-        for request in [request for request in self._running.requests if self._outgrows(request)]:
-            self._open_prompts.remove(request)
-            self._running.preempt(request)
-            self._extend(request)
-            self._open_prompts.add(request)
 
     def _plan_running(self, draft: PlanDraft) -> list[Request]:
         """Plan the running requests that are behind their prompts; return the others. Preempts some for memory."""
@@ -506,20 +490,8 @@ class Scheduler:
         """Return by request id the drafts that the step should verify, where there are any."""
         running, parts = self._running.requests, self._parts
         num_coming = min(len(self.waiting.queue), max(0, self._num_places - self.num_running))
-        switch, may_go_on = self._rope_switch, self._may_go_on
-        room = DraftRoom(self._memories, running, num_coming, switch, may_go_on, parts.watched, parts.most_drafts)
+        room = DraftRoom(self._memories, running, num_coming, self._may_go_on, parts.watched, parts.most_drafts)
         return parts.drafts(draft, room)
-
-    def _outgrows(self, request: Request) -> bool:
-        """Return whether the request's next token needs other rotary angles for all its keys."""
-        switch = self._rope_switch
-        return switch is not None and len(request.token_ids) > switch and not request.first_angle
-
-    def _extend(self, request: Request) -> None:
-        """Switch a waiting request to the angles of extended contexts, whose KV is cached apart."""
-        assert self._rope_switch is not None
-        request.first_angle, request.namespace = self._rope_switch, request.namespace + APART
-        request.prefix_names = []
 
     def _count_start(self, request: Request) -> None:
         self.counters.prefix_query_tokens += len(request.token_ids)

@@ -68,7 +68,9 @@ def _run(environments: list[Environment], folder: Path, jobs: int) -> Iterator[R
         model = write_tiny_checkpoint(own) if tiny else lengthen(ensure_demo(), own, context) if context else None
         # Long prompts would hold up the others, which are then refused for the time that they would wait.
         # On a busy machine too none of the many short requests of others is refused for the time that it would wait.
-        settings = ("--max-model-len", "512", "--slo", "ttft:600s") if tiny else ()
+        settings = (
+            ("--max-model-len", "512", "--slo", "ttft:600s") if tiny else ("--max-model-len", str(context or 32768))
+        )
         served = [one for one in environments if (one.client.tiny, one.client.context) == (tiny, context)]
         log = cache_folder() / f"service-{'tiny' if tiny else context}.log"
         with serve_demo(log, [one.client.name for one in served], model, *settings) as service:

@@ -29,7 +29,7 @@ from moeserve.model.demo_build import (
     write_text_files,
 )
 from moeserve.model.families import load_generation_defaults
-from moeserve.model.rope import parse_rope, rope_frequencies, rope_switch
+from moeserve.model.rope import parse_rope, rope_frequencies
 from moeserve.model.source import check_folder
 from moeserve.model.spec import ModelError
 from tests.support.dense_demo import build_dense
@@ -304,16 +304,17 @@ def test_the_gguf_has_the_shape_of_smollm2_135m(source: GgufSource) -> None:
     )
 
 
-def test_contexts_are_stretched_to_four_times_the_length_without_a_change_to_shorter_ones(source: GgufSource) -> None:
+def test_longer_contexts_are_stretched_and_others_have_the_angles_of_the_source(source: GgufSource) -> None:
     config = common_config(source.shape)
     rope = parse_rope(config["rope_parameters"], rotary_dim=64, max_position=config["max_position_embeddings"])
     assert config["max_position_embeddings"] == 32768
-    assert rope_switch(rope, 32768) == 8192
+    assert rope.short_context == 8192
     plain = parse_rope({"rope_theta": 100000.0}, rotary_dim=64, max_position=8192)
-    assert rope_frequencies(rope) == rope_frequencies(plain)
-    stretched = rope_frequencies(rope, extended=True)
+    assert rope_frequencies(rope, 8192) == rope_frequencies(plain, 8192)
+    stretched = rope_frequencies(rope, 32768)
     assert stretched.scale == 1.0
-    ratios = [short / long for short, long in zip(rope_frequencies(plain).inverse, stretched.inverse, strict=True)]
+    short = rope_frequencies(plain, 8192).inverse
+    ratios = [one / other for one, other in zip(short, stretched.inverse, strict=True)]
     assert (ratios[0], ratios[-1]) == (1.0, pytest.approx(4.0))
     assert ratios == sorted(ratios)
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moeserve.model.decoder import RopeTable
-from moeserve.model.rope import parse_rope, rope_frequencies, rope_switch, yarn_softmax_multiplier
+from moeserve.model.rope import parse_rope, rope_frequencies, yarn_softmax_multiplier
 from moeserve.model.spec import ModelError
 
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
@@ -67,42 +67,30 @@ def _rope(parameters: dict[str, Any]) -> Any:
 )
 def test_frequencies_agree_with_transformers(parameters: dict[str, Any]) -> None:
     inverse, scale = _reference(parameters)
-    found = rope_frequencies(_rope(parameters))
+    found = rope_frequencies(_rope(parameters), 512)
     torch.testing.assert_close(torch.tensor(found.inverse), inverse, rtol=2e-6, atol=0)
     assert found.scale == pytest.approx(scale, rel=1e-9)
 
 
-def test_longrope_uses_its_long_factors_for_requests_beyond_the_original_context() -> None:
+def test_longrope_uses_its_long_factors_in_a_service_with_contexts_beyond_the_original_one() -> None:
     inverse, scale = _reference(_LONG, seq_len=513)
-    found = rope_frequencies(_rope(_LONG), extended=True)
+    found = rope_frequencies(_rope(_LONG), 513)
     torch.testing.assert_close(torch.tensor(found.inverse), inverse, rtol=2e-6, atol=0)
     assert found.scale == pytest.approx(scale)
 
 
 def test_explicit_magnitudes_of_longrope_win() -> None:
     rope = _rope({**_LONG, "short_mscale": 1.25, "long_mscale": 1.5})
-    assert rope_frequencies(rope).scale == 1.25
-    assert rope_frequencies(rope, extended=True).scale == 1.5
+    assert rope_frequencies(rope, 512).scale == 1.25
+    assert rope_frequencies(rope, 513).scale == 1.5
 
 
-def test_frequencies_change_only_where_contexts_may_outgrow_the_original_one() -> None:
-    rope = _rope(_LONG)
-    assert rope_switch(rope, 513) == 512
-    assert rope_switch(rope, 512) is None
-    assert rope_switch(_rope(_YARN), 2048) is None
+def test_only_a_longrope_with_two_kinds_of_factors_has_a_short_context() -> None:
+    assert _rope(_LONG).short_context == 512
+    assert _rope(_YARN).short_context is None
     same = {**_LONG, "long_factor": _LONG["short_factor"]}
-    assert rope_switch(_rope(same), 2048) is None
-    assert rope_switch(_rope({**same, "short_mscale": 1.25, "long_mscale": 1.5}), 2048) == 512
-
-
-def test_the_table_of_a_longrope_holds_both_kinds_of_angles() -> None:
-    rope = _rope({**_LONG, "original_max_position_embeddings": 8})
-    cos, sin = RopeTable(rope, 20, torch.float32)(torch.arange(28))
-    for rows, extended in ((slice(0, 8), False), (slice(8, 28), True)):
-        frequencies = rope_frequencies(rope, extended=extended)
-        angles = torch.arange(rows.stop - rows.start)[:, None].double() * torch.tensor(frequencies.inverse).double()
-        torch.testing.assert_close(cos[rows].double(), angles.cos() * frequencies.scale, rtol=0, atol=1e-5)
-        torch.testing.assert_close(sin[rows].double(), angles.sin() * frequencies.scale, rtol=0, atol=1e-5)
+    assert _rope(same).short_context is None
+    assert _rope({**same, "short_mscale": 1.25, "long_mscale": 1.5}).short_context == 512
 
 
 def test_softmax_multiplier_follows_mscale_all_dim() -> None:
@@ -125,7 +113,7 @@ def test_incomplete_parameters_are_named(parameters: dict[str, Any], sentence: s
 
 def test_table_holds_the_angles_of_every_position() -> None:
     rope = _rope(_YARN)
-    frequencies = rope_frequencies(rope)
+    frequencies = rope_frequencies(rope, 64)
     cos, sin = RopeTable(rope, 64, torch.float32)(torch.tensor([63, 0, 5]))
     assert cos.shape == sin.shape == (3, 16)
     angles = torch.tensor([[63.0], [0.0], [5.0]]).double() * torch.tensor(frequencies.inverse).double()

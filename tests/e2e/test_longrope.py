@@ -1,10 +1,9 @@
-"""Over HTTP a model with longrope writes what transformers `generate`s, within and beyond its original context."""
+"""A service of a model with longrope writes what transformers `generate`s, within or beyond its original context."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,11 @@ from tests.support.tiny_model import write_model_dir
 
 ORIGINAL = 64
 NUM_TOKENS = 24
-# Prompts that stay within the original context, outgrow it, reach it exactly, and begin beyond it.
-LENGTHS = (20, 50, 63, 64, 65, 100)
+# The longest context and prompts on both sides of the original context, the first and the last ones next to it.
+SIDES = {
+    "short": (ORIGINAL, (10, 20, 39, ORIGINAL - NUM_TOKENS)),
+    "long": (ORIGINAL + 64, (ORIGINAL + 1, 80, 100)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +38,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def running(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with service(model_dir, tmp_path_factory.mktemp("service"), "--block-size", "4") as started:
-        yield started
-
-
 def ask(running: Service, prompts: list[list[int]]) -> tuple[list[str], dict[str, Any]]:
     """The texts of greedy answers, and the usage."""
     body = {"model": "m", "prompt": prompts, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -50,15 +46,19 @@ def ask(running: Service, prompts: list[list[int]]) -> tuple[list[str], dict[str
     return [choice["text"] for choice in answer.json()["choices"]], answer.json()["usage"]
 
 
-def test_text_is_that_of_transformers_on_both_sides_of_the_original_context(model_dir: Path, running: Service) -> None:
+@pytest.mark.parametrize("side", SIDES)
+def test_text_is_that_of_transformers_on_the_side_of_the_context_that_is_served(
+    model_dir: Path, tmp_path: Path, side: str
+) -> None:
+    max_model_len, lengths = SIDES[side]
     rng = random.Random(3)
-    beginning = [rng.randrange(1, 128) for _ in range(max(LENGTHS))]
-    prompts = [beginning[:length] for length in LENGTHS]
+    beginning = [rng.randrange(1, 128) for _ in range(max(lengths))]
+    prompts = [beginning[:length] for length in lengths]
     # The tokens are bytes.
     expected = [bytes(tokens).decode() for tokens in generated(model_dir, prompts, NUM_TOKENS)]
-    assert len(set(expected)) == len(LENGTHS)
-    alone = [ask(running, [prompt])[0][0] for prompt in prompts]
-    assert alone == expected
-    together, usage = ask(running, prompts)
-    assert together == expected
-    assert usage["prompt_tokens_details"]["cached_tokens"] > sum(LENGTHS) // 2
+    assert len(set(expected)) == len(lengths)
+    with service(model_dir, tmp_path, "--block-size", "4", "--max-model-len", str(max_model_len)) as running:
+        assert [ask(running, [prompt])[0][0] for prompt in prompts] == expected
+        together, usage = ask(running, prompts)
+        assert together == expected
+        assert usage["prompt_tokens_details"]["cached_tokens"] > sum(lengths) // 2

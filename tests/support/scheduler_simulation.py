@@ -90,7 +90,6 @@ class Simulation:
         run_ahead: bool = False,
         states: StatePolicy | None = None,
         num_snapshots: int = 0,
-        rope_switch: int | None = None,
         slo: Slo | None = None,
         num_window_blocks: int = 0,
         window: int = 0,
@@ -142,7 +141,6 @@ class Simulation:
             max_model_len=max_model_len or num_blocks * block_size,
             run_ahead=run_ahead,
             states=states,
-            rope_switch=rope_switch,
             pace=pace,
             parts=parts,
         )

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 
 from moeserve.engine.kv_events.blocks import BlockRemoved, BlockStored, KvBlocks, block_hash
 from moeserve.engine.kv_events.publisher import pack_batch
-from radix_cache import APART, PUBLIC, Lease, PrefixCache
+from radix_cache import PUBLIC, Lease, PrefixCache
 from tests.support.cache_invariants import check_invariants
 from tests.support.examples import examples
 from tests.support.kv_consumer import EventConsumer
 
 SIZE = 2
-NAMESPACES = ("", "a", "a/x", "b", PUBLIC, "b" + APART)
+NAMESPACES = ("", "a", "a/x", "b", PUBLIC)
 
 
 def ids(*tokens: int) -> array[int]:

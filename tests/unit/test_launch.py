@@ -225,7 +225,7 @@ def test_a_keyed_server_at_the_usual_port_is_not_taken_for_none(
 def test_a_context_that_is_too_small_for_agents_is_said_with_the_flag_that_helps(url: str, said: Path) -> None:
     result = CliRunner().invoke(launch, ["--url", url, "claude"])
     assert "the context has 4,096 tokens, and terminal agents need 32,000" in result.output
-    assert "--kv-cache-memory=SIZE" in result.output
+    assert "--max-model-len=32000, with kv-cache-memory=SIZE" in result.output
 
 
 def test_the_environment_is_printed_for_a_shell(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,10 +87,13 @@ def test_the_banner_says_what_the_demo_is_for_and_where_kv_is_kept():
     assert "135M" not in ready_banner(READY, url="http://x", model="m", needs_key=False, gpus=[])
 
 
-def test_the_banner_tells_from_which_length_on_positions_are_stretched():
-    stretched = msgspec.structs.replace(READY, max_model_len=32768, model_max_len=32768, stretched_from=8192)
+def test_the_banner_tells_whether_positions_are_stretched_and_what_stretches_them():
+    stretched = msgspec.structs.replace(READY, max_model_len=32768, model_max_len=32768, short_context=8192)
     text = ready_banner(stretched, url="http://x", model="demo", needs_key=False, gpus=[])
-    assert "context  32,768 tokens per request; beyond 8,192 positions are stretched" in text
+    assert "32,768 tokens per request; positions are stretched, as --max-model-len is beyond 8,192" in text
+    short = msgspec.structs.replace(stretched, max_model_len=8192)
+    text = ready_banner(short, url="http://x", model="demo", needs_key=False, gpus=[])
+    assert "8,192 tokens per request of the model's 32,768; --max-model-len beyond 8,192 stretches positions" in text
     assert "stretched" not in ready_banner(READY, url="http://x", model="demo", needs_key=False, gpus=[])
 
 

@@ -53,7 +53,6 @@ CHUNKS = st.builds(
     sampling=st.none() | SAMPLING,
     extras=st.none() | EXTRAS,
     state=st.none() | st.builds(StateUse, ROWS, st.none() | ROWS, st.none() | ROWS),
-    first_angle=st.sampled_from([0, 4096]),
     window=st.none() | st.builds(WindowTable, ROWS, ARRAYS),
 )
 PLANS = st.builds(
@@ -114,13 +113,12 @@ def sequences(draw: st.DrawFn) -> list[StepPlan]:
                 extras,
                 draw(st.none() | st.integers(0, 3)),
                 draw(st.none() | st.builds(StateUse, ROWS, st.none() | ROWS, st.none() | ROWS)),
-                draw(st.sampled_from([0, 4096])),
                 WindowTable(before.window.first + passed, grown(draw, before.window.blocks[max(0, passed) :])),
             )
             shown = chunks[name]
             if draw(st.booleans()):
                 # A decode with as many drafts as it has tokens beyond the first, which needs nothing else.
-                plain = {"extras": None, "drawn_by": None, "state": None, "first_angle": 0, "window": None}
+                plain = {"extras": None, "drawn_by": None, "state": None, "window": None}
                 shown = replace(shown, **plain, num_drafts=max(0, len(shown.token_ids) - 1))
             elif draw(st.booleans()):
                 # A chunk amid a prompt, whose sampled successor follows in a later plan.
@@ -195,7 +193,6 @@ def make_decode(number: int, context: int, *, is_rich: bool = False) -> Chunk:
         tokens = array("i", [1]) * context
         chunk.extras = ChunkExtras(tokens, context - 20, sampling.stop_token_ids, mask=bytes(6144))
         chunk.state = StateUse(number)
-        chunk.first_angle = context
         chunk.window = WindowTable(context // 16 - 256, array("i", range(257)))
     return chunk
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from radix_cache import APART, PUBLIC, BudgetError, Lease, MissReason, PrefixCache
+from radix_cache import PUBLIC, BudgetError, Lease, MissReason, PrefixCache
 from tests.support.cache_invariants import check_invariants
 from tests.support.jobs import finish
 from tests.support.parameters import first
@@ -38,15 +38,6 @@ def test_every_namespace_hits_a_public_prefix_and_goes_on_alone() -> None:
     assert [use(cache, question, name) for name in ("a", "b", "a/salt", "")] == [20] * 4
     assert cache.peek(array("i", question), "c") == 16
     assert cache.peek(array("i", question), PUBLIC) == 16
-
-
-def test_a_namespace_that_stands_apart_uses_no_public_prefix() -> None:
-    cache = PrefixCache(64, SIZE)
-    use(cache, SYSTEM, PUBLIC)
-    question = [*SYSTEM, 1]
-    assert [use(cache, question, f"a{APART}") for _ in range(2)] == [0, 16]
-    assert use(cache, question, "a") == 16
-    assert [use(cache, question, f"{PUBLIC}{APART}") for _ in range(2)] == [0, 16]
 
 
 def test_a_part_of_a_public_prefix_is_shared_as_well() -> None:

@@ -258,6 +258,15 @@ def test_numbers_that_no_model_has_are_refused_before_anything_is_sized_by_them(
         build_spec({**_MIXTRAL, **changes})
 
 
+def test_longer_contexts_of_a_longrope_are_for_services_that_ask_for_them() -> None:
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
+    longrope = {**factors, "original_max_position_embeddings": 64}
+    spec = build_spec({**_MIXTRAL, "rope_parameters": longrope})
+    assert (spec.longest_context(None), spec.longest_context(65)) == (64, spec.max_position)
+    same = build_spec({**_MIXTRAL, "rope_parameters": {**longrope, "long_factor": [1.0] * 8}})
+    assert same.longest_context(None) == same.max_position > 64
+
+
 def test_rotations_that_are_not_finite_are_refused() -> None:
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0.0] * 8, "factor": 2.0}
     with pytest.raises(ModelError, match="is not valid"):

@@ -54,7 +54,7 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     """Trailing fields that are None are left out.
 
     `request`: the request's number on this link; `request_id` comes with a new number. `sampling`: True if unchanged.
-    `first_angle` and `num_drafts`: None for 0. `state`: slot, load and save. `window`: the number of its first block,
+    `num_drafts`: None for 0. `state`: slot, load and save. `window`: the number of its first block,
     and the change. `following`: as in `Chunk`.
     """
 
@@ -65,7 +65,6 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     block_table: _Change = None
     drawn_by: int | None = None
     extras: _WireExtras | None = None
-    first_angle: int | None = None
     state: tuple[int, int | None, int | None] | None = None
     window: tuple[int, _Change] | None = None
     request_id: str | None = None
@@ -179,7 +178,6 @@ class PlanSender:
                 _difference(before, sent.block_table),
                 chunk.drawn_by,
                 None if chunk.extras is None else _describe_extras(chunk.extras, sent),
-                chunk.first_angle or None,
                 None if state is None else (state.slot, state.load, state.save),
                 None if chunk.window is None else _describe_window(chunk.window, sent),
                 chunk.request_id if is_new else None,
@@ -198,7 +196,6 @@ def _is_next_token(chunk: Chunk, sent: _Sent) -> bool:
         and chunk.state is None
         and chunk.window is None
         and chunk.following is None
-        and not chunk.first_angle
         and len(chunk.token_ids) == 1 + chunk.num_drafts
     )
 
@@ -350,7 +347,6 @@ class PlanReceiver:
             None if wire.extras is None else _extras(wire.extras, known),
             wire.drawn_by,
             None if wire.state is None else StateUse(*wire.state),
-            wire.first_angle or 0,
             None if wire.window is None else _window(*wire.window, known),
             wire.num_drafts or 0,
             wire.following,

@@ -34,7 +34,7 @@ from moeserve.frontend.relay.request_group import EngineGone, RequestRejected
 from moeserve.frontend.services import Services
 from moeserve.plan import FinishReason, SamplingParams, Terms
 from moeserve.wire import Generate, Rest, pack_token_ids, unpack_token_ids
-from radix_cache import APART, PUBLIC
+from radix_cache import PUBLIC
 
 _LISTED = 50
 _MAX_LISTED = 1000
@@ -137,7 +137,7 @@ class CacheRoutes:
             "retained_for_s": None if entry["retained_for"] is None else round(entry["retained_for"], 1),
             "pinned": entry["is_pinned"],
             "in_use": entry["is_leased"],
-            "salted": "/" in namespace.removesuffix(APART),
+            "salted": "/" in namespace,
             "preview": self._services.tokenizer.decode(preview, skip_special_tokens=False),
         }
         return {**shown, "namespace": namespace, "own": namespace == own} if every else shown

@@ -71,7 +71,7 @@ def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memo
         memory,
         block_bytes=kv_block_bytes(spec.kv_layers, size, kv_dtype),
         block_size=size,
-        model_max_len=spec.max_position,
+        model_max_len=spec.longest_context(settings.max_model_len),
         max_model_len=settings.max_model_len,
         windows=window_demand(spec.kv_layers, size, kv_dtype, settings.max_num_seqs, settings.max_num_batched_tokens),
     )
