@@ -328,7 +328,7 @@ class Chunk:
     `drawn_by` is set if the previous plan is still in flight: the chunk has one token, which is number `drawn_by` among
     the tokens that the earlier plan will sample, and `token_ids` holds a zero in its place.
 
-    `following` is the token behind a chunk that is not sampled, where an MTP layer needs it; else None.
+    `following` is the token behind a chunk that is not sampled, where a source of drafts needs it; else None.
 
     `state` is None for models without recurrent states. `window` is None where layers with a sliding window use the
     block table like all other layers.
@@ -459,7 +459,7 @@ class ChunkResult:
     """The result of a chunk: the sampled token (None without sampling), or the error that fails its request alone.
 
     `further` are the tokens sampled after drafts that were right, with their log probabilities: draft i is right if it
-    is the i-th token of the result. `drafts` are tokens that may follow all these, as an MTP layer predicts them.
+    is the i-th token of the result. `drafts` are tokens that may follow all these, as the model predicts them.
     """
 
     token_id: int | None = None

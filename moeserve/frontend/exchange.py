@@ -59,6 +59,8 @@ ID_PREFIXES: dict[Kind, str] = {
 TOKENS_AT_ONCE = 256  # with log probabilities, in one write
 # The requests of an answer, or its beam searches.
 Group = RequestGroup | Beams
+# An output and its choice; None where another engine, or another HTTP process, took over.
+Entry = tuple[int, Output] | None
 # Lets one long answer work in a turn of the event loop, and any number of others.
 Turns = AbstractAsyncContextManager[None]
 
@@ -212,14 +214,6 @@ def answer_of(services: Services, prepared: Prepared, answer_id: str, hold: Hold
     )
 
 
-def tell_engine(answer: Answer, group: Group) -> None:
-    """Tell the engine of the stop strings and the calls that the answer has found since the last call."""
-    while answer.finishes:
-        group.finish(*answer.finishes.pop())
-    while answer.turns:
-        group.turn(answer.turns.pop())
-
-
 def token_fields(answer: Answer) -> dict[str, Any]:
     """Return the counts of an answer for a log line."""
     usage = answer.usage
@@ -294,29 +288,57 @@ class Progress:
         return fields
 
 
-async def whole(group: Group, answer: Answer, progress: Progress, turns: Turns) -> list[Delta]:
-    """Wait for the whole answer, and return its choices."""
-    try:
-        while answer.num_open:
-            batch = await group.next()
-            for number in range(len(batch)):
+class Leading:
+    """Leads an answer to its end, for a connection or for a journal: outputs of the engine in, deltas out."""
+
+    def __init__(self, group: Group, answer: Answer, progress: Progress) -> None:
+        """group: has been admitted."""
+        self._group = group
+        self._answer = answer
+        self._progress = progress
+        self._num_deaths = 0
+        progress.admit()
+
+    async def next(self, patience_s: float | None = None) -> list[Entry]:
+        """Return the next outputs, none if none come in time. Raise ApiError where none will come."""
+        try:
+            batch = await self._group.next(patience_s)
+        except EngineGone as error:
+            raise engine_unavailable(error) from error
+        if not batch:
+            return []
+        self._progress.record(batch)
+        num_deaths, self._num_deaths = self._num_deaths, self._group.num_deaths
+        return [*[None] * (self._num_deaths > num_deaths), *batch]
+
+    def take(self, entry: Entry) -> list[Delta]:
+        """Return the deltas of an entry. Tell the engine of a stop string, or of calls, that the answer has found.
+
+        Raise ApiError for the output of a failure."""
+        deltas = take_entry(self._answer, entry)
+        while self._answer.finishes:
+            self._group.finish(*self._answer.finishes.pop())
+        while self._answer.turns:
+            self._group.turn(self._answer.turns.pop())
+        return deltas
+
+    async def whole(self, turns: Turns) -> list[Delta]:
+        """Wait for the whole answer, and return its choices. Raise ApiError."""
+        while self._answer.num_open:
+            for entry in await self.next():
                 async with turns:
-                    answer.keep(take(group, answer, batch[number : number + 1], progress))
+                    self._answer.keep(self.take(entry))
                     # An output may bring a whole prompt's tokens with it.
                     await asyncio.sleep(0)
-    except EngineGone as error:
-        raise engine_unavailable(error) from error
-    return answer.choices()
+        return self._answer.choices()
 
 
-def take(group: Group, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
-    """Return the deltas of a batch of outputs, and tell the engine about stop strings that were found."""
-    progress.record(batch)
-    if group.num_deaths:
+def take_entry(answer: Answer, entry: Entry) -> list[Delta]:
+    """Return the deltas of an entry. Raise ApiError for the output of a failure."""
+    if entry is None:
         answer.resume()
-    deltas = [delta for choice, output in batch for delta in answer.take(choice, output)]
-    tell_engine(answer, group)
-    return deltas
+        return []
+    return answer.take(*entry)
 
 
 class DeltaWriter:

@@ -268,8 +268,7 @@ class Batches:
         try:
             with services.admission.hold(request.num_sequences, services.capacity, terms):
                 async with exchange.submitted(services, generates, facts, beams=request.beams) as group:
-                    progress.admit()
-                    choices = await exchange.whole(group, answer, progress, turns)
+                    choices = await exchange.Leading(group, answer, progress).whole(turns)
                     return await exchange.completed(formatter, choices, answer, services.long_answers), formatter
         finally:
             if fields := progress.end(answer):

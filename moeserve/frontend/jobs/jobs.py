@@ -17,12 +17,11 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects.responses import previous_id_of
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
 from moeserve.frontend.errors import ApiError, unavailable
-from moeserve.frontend.exchange import DeltaWriter
+from moeserve.frontend.exchange import DeltaWriter, Entry
 from moeserve.frontend.held import Hold
 from moeserve.frontend.http import RESUMED, STREAM_HEADERS, Piece
 from moeserve.frontend.jobs.idempotency import gone
 from moeserve.frontend.jobs.runner import (
-    Entry,
     JobRecord,
     Journal,
     Replay,

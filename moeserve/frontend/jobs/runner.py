@@ -27,21 +27,23 @@ from moeserve.frontend.dialects.internal import Delta
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.errors import ApiError, internal_error
 from moeserve.frontend.exchange import (
+    Entry,
     Group,
+    Leading,
     Progress,
     answer_of,
     completed,
     generates_of,
     spent_of,
     submitted,
-    tell_engine,
+    take_entry,
     token_fields,
 )
 from moeserve.frontend.held import Hold
 from moeserve.frontend.prepare.messages import Prepared, expect, pack_reply, unpack_reply
 from moeserve.frontend.relay.answer import Answer
-from moeserve.frontend.relay.request_group import EngineGone, Past
-from moeserve.frontend.services import Services, engine_unavailable
+from moeserve.frontend.relay.request_group import Past
+from moeserve.frontend.services import Services
 from moeserve.frontend.store import jobs, responses
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.jobs import OpenJob
@@ -49,9 +51,6 @@ from moeserve.frontend.store.store import Shelf, Store, store_full, store_unavai
 from moeserve.frontend.usage import UsageBook
 from moeserve.plan import Terms
 from moeserve.wire import Output
-
-# The output of a choice; None where another engine or HTTP process took over the job.
-Entry = tuple[int, Output] | None
 
 
 class JobRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -199,10 +198,7 @@ class Replay:
 
     def take(self, entry: Entry) -> list[Delta]:
         """Return the deltas of an entry. Stop strings that it completes are left in `answer.finishes`."""
-        if entry is None:
-            self.answer.resume()
-            return []
-        return self.answer.take(*entry)
+        return take_entry(self.answer, entry)
 
     def take_past(self, entries: Iterable[Entry]) -> Past:
         """Take entries; return the past from which their requests go on."""
@@ -412,27 +408,19 @@ class Runner:
         progress = Progress(
             self._services.metrics, asyncio.get_running_loop().time(), replay.prepared.request.num_choices
         )
-        progress.admit()
-        num_deaths = 0
+        leading = Leading(group, replay.answer, progress)
         if past is not None and past.outputs:
             await self._journal.append(job.job_id, [None])
             replay.take(None)
         try:
             while replay.answer.num_open:
+                entries, taken = await leading.next(), list[Entry]()
                 try:
-                    batch = await group.next()
-                except EngineGone as error:
-                    raise engine_unavailable(error) from error
-                progress.record(batch)
-                taken = list[Entry]()
-                try:
-                    for entry in (*[None] * (group.num_deaths > num_deaths), *batch):
-                        replay.answer.keep(replay.take(entry))
+                    for entry in entries:
+                        replay.answer.keep(leading.take(entry))
                         taken.append(entry)
                 finally:  # The journal has no output that tells of a failure.
                     await self._journal.append(job.job_id, taken)
-                num_deaths = group.num_deaths
-                tell_engine(replay.answer, group)
         finally:
             progress.end(replay.answer)
 

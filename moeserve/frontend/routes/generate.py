@@ -24,6 +24,7 @@ from moeserve.frontend.exchange import (
     TOKENS_AT_ONCE,
     DeltaWriter,
     Group,
+    Leading,
     Progress,
     Turns,
     answer_of,
@@ -32,8 +33,6 @@ from moeserve.frontend.exchange import (
     new_answer_id,
     spent_of,
     submitted,
-    take,
-    whole,
 )
 from moeserve.frontend.held import Hold, hold_of
 from moeserve.frontend.http import (
@@ -53,8 +52,7 @@ from moeserve.frontend.jobs.jobs import STATUS_WAITS, Jobs, JobView
 from moeserve.frontend.keys import Identity, caller_of
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
 from moeserve.frontend.relay.answer import Answer, asks_for_report
-from moeserve.frontend.relay.request_group import EngineGone
-from moeserve.frontend.services import Lend, Services, engine_unavailable
+from moeserve.frontend.services import Lend, Services
 from moeserve.frontend.store.idempotency import Name
 from moeserve.frontend.store.jobs import StoredJob
 from moeserve.frontend.usage import UsageBook
@@ -256,15 +254,15 @@ class GenerateRoute:
         try:
             async with AsyncExitStack() as stack:
                 group = await stack.enter_async_context(submitted(services, generates, facts, beams=request.beams))
-                progress.admit()
+                leading = Leading(group, answer, progress)
                 stack.callback(_record_deaths, group, state["log"])
                 if request.stream:
                     scope.setdefault("extensions", {})["moeserve.half_closed"] = group.interrupt
                     stream = EventStream(send, will, self._dialect.cut(_PROCESS_ENDED))
                     keep, headers = self._dialect.keep, self._dialect.headers
-                    await _Streaming(group, answer, formatter, progress, stream, turns, keep, headers).run()
+                    await _Streaming(group, leading, answer, formatter, stream, turns, keep, headers).run()
                 else:
-                    choices = await whole(group, answer, progress, turns)
+                    choices = await leading.whole(turns)
                     content = await completed(formatter, choices, answer, services.long_answers)
                     if self._dialect.keep is not None:
                         content = await self._dialect.keep(formatter, content)
@@ -370,15 +368,15 @@ class _Streaming:
     """Sends the answer as events while it is generated."""
 
     group: Group
+    leading: Leading
     answer: Answer
     formatter: Formatter
-    progress: Progress
     stream: EventStream
     turns: Turns
     keep: Keep | None
     headers: Headers
     _writer: DeltaWriter = field(init=False)
-    _num_deaths: int = field(default=0, init=False)
+    _has_resumed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._writer = DeltaWriter(self.formatter)
@@ -402,13 +400,13 @@ class _Streaming:
 
     async def _next(self, patience_s: float) -> list[Delta] | None:
         """Return the deltas of the next outputs, None if none come in time. Raise ApiError if the request failed."""
-        try:
-            batch = await self.group.next(patience_s)
-        except EngineGone as error:
-            raise engine_unavailable(error) from error
-        deltas = take(self.group, self.answer, batch, self.progress) if batch else None
+        entries = await self.leading.next(patience_s)
+        if not entries:
+            return None
+        self._has_resumed |= None in entries
+        deltas = [delta for entry in entries for delta in self.leading.take(entry)]
         if self.keep is not None:
-            for delta in deltas or ():
+            for delta in deltas:
                 self.answer.hold(delta)
         return deltas
 
@@ -419,8 +417,8 @@ class _Streaming:
             await self.stream.write(b"".join(told) or self.formatter.ping())
             return
         events = []
-        if self.group.num_deaths > self._num_deaths:
-            self._num_deaths = self.group.num_deaths
+        if self._has_resumed:
+            self._has_resumed = False
             events.append(self.formatter.resumed())
         usage, num_tokens = self.answer.usage, 0
         for delta in deltas:
