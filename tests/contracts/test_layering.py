@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.contracts.rooms import ROOMS
 from tests.support.sources import FILES, PACKAGES, ROOT, nodes_of
 
 # Not in the wheel: they import the packages, no package imports them.
@@ -16,79 +17,6 @@ MAY_IMPORT = {
     "experts": {"kernels"},
     "radix_cache": set(),
     "kernels": set(),
-}
-# The only place in which a module is entered: modules, and folders with all they hold (`.*`), that compute with torch
-# or put together what does. All others decide, and load where torch is not installed.
-WITH_TORCH = {
-    "kernels.*",
-    "experts.moe_layer",
-    "experts.memory.mapped",
-    "experts.memory.memory",
-    "experts.memory.resident_experts",
-    "experts.memory.slots",
-    "experts.memory.tiers",
-    "experts.parallel.collectives",
-    "experts.parallel.dispatch",
-    "experts.parallel.exchange",
-    "experts.parallel.tables",
-    "experts.prediction.lookahead",
-    "experts.prediction.prefetcher",
-    "experts.routing.gates",
-    "experts.routing.tap",
-    "moeserve.bench.decode",
-    "moeserve.bench.quality",
-    "moeserve.engine.assemble",
-    "moeserve.engine.cpu_body",
-    "moeserve.engine.doctor",
-    "moeserve.engine.gguf_choice",
-    "moeserve.engine.gpu_body",
-    "moeserve.engine.gpu_check.check",
-    "moeserve.engine.gpu_check.kernels",
-    "moeserve.engine.gpu_check.models",
-    "moeserve.engine.kv_host",
-    "moeserve.engine.memory_plan",
-    "moeserve.engine.ranked_service",
-    "moeserve.engine.service",
-    "moeserve.engine.experts.fit",
-    "moeserve.engine.experts.gpu_memory",
-    "moeserve.engine.experts.kept",
-    "moeserve.engine.experts.memory",
-    "moeserve.engine.experts.prefetch",
-    "moeserve.engine.experts.resident_model",
-    "moeserve.engine.ranks.joint",
-    "moeserve.engine.ranks.partners",
-    "moeserve.engine.ranks.pipe",
-    "moeserve.engine.ranks.pipeline",
-    "moeserve.engine.ranks.steps",
-    "moeserve.engine.ranks.transport",
-    "moeserve.model.decoder",
-    "moeserve.model.delta_net",
-    "moeserve.model.demo_build",
-    "moeserve.model.expert_store",
-    "moeserve.model.expert_weights",
-    "moeserve.model.kv_pool",
-    "moeserve.model.mtp_drafts",
-    "moeserve.model.norms_over_ranks",
-    "moeserve.model.paged_batch",
-    "moeserve.model.rounding",
-    "moeserve.model.runner",
-    "moeserve.model.sampler",
-    "moeserve.model.split_demo",
-    "moeserve.model.state_pool",
-    "moeserve.model.tensor_reader",
-    "moeserve.model.weights",
-    "moeserve.model.gguf.tensors",
-    "moeserve.model.packed.tensors",
-    "moeserve.model.gpu.*",
-    "moeserve.model.hf.*",
-}
-# The modules of these folders that others import to decide.
-WITHOUT_TORCH = {
-    "kernels.cpu.build",
-    "kernels.cpu.library",
-    "kernels.cpu.targets",
-    "kernels.gpu.moe_config",
-    "kernels.specs",
 }
 
 
@@ -115,7 +43,7 @@ def test_imports_go_down_only():
     for path in FILES:
         package = path.relative_to(ROOT).parts[0]
         others = imported_packages(path) & {*PACKAGES, *OUTSIDE} - {package}
-        # The package's public name, `TokenEngine`, is made by the topmost floor when it is asked for.
+        # The package's public name, `LLM`, is made by the topmost floor when it is asked for.
         public = {"launcher"} if name_of(path) == "moeserve/__init__.py" else set()
         upwards[name_of(path)] = others - MAY_IMPORT[package] - public
     assert {path: others for path, others in upwards.items() if others} == {}
@@ -171,17 +99,15 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def computes(module: str) -> bool:
-    """Return whether a module may load torch."""
-    parts = module.split(".")
-    folders = {".".join(parts[:depth]) + ".*" for depth in range(1, len(parts))}
-    return module not in WITHOUT_TORCH and (module in WITH_TORCH or bool(folders & WITH_TORCH))
+def may_load_torch(module: str) -> bool:
+    """Return whether a module is of a room that computes. Of `kernels` all may."""
+    package, *inner = module.split(".")
+    return package == "kernels" or (bool(inner) and f"{inner[0]}*" in ROOMS.get(package, ()))
 
 
-def test_all_modules_but_those_that_compute_load_without_torch():
+def test_rooms_that_decide_load_without_torch():
     modules = {module_of(path) for path in FILES if path.name != "__init__.py"} | {*PACKAGES}
-    named = {name.removesuffix(".*") for name in WITH_TORCH | WITHOUT_TORCH}
-    assert {name for name in named if not (ROOT / name.replace(".", "/")).is_dir()} <= modules
     # The HTTP process is among them, which loads no transformers either.
-    deciding = sorted(module for module in modules if not computes(module) and module != "kernels")
+    deciding = sorted(module for module in modules if not may_load_torch(module))
+    assert deciding
     assert loaded_after(deciding, {"torch", "transformers"}) == ""
