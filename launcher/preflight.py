@@ -127,8 +127,8 @@ def check_nodes(config: ServeConfig) -> None:
         return
     if config.num_ranks == 1:
         raise ConfigError(
-            f"--nnodes {config.nnodes} needs --expert-parallel-size or --pipeline-parallel-size: each node has a rank "
-            "or several."
+            f"--nnodes {config.nnodes} needs a rank for each node: --expert-parallel-size, --pipeline-parallel-size "
+            "or --tensor-parallel-size."
         )
     if config.num_ranks % config.nnodes:
         way = "expert" if config.pipeline_parallel_size == 1 else "pipeline"

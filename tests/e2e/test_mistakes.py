@@ -61,7 +61,7 @@ COMMANDS = [
     ("serve --threads 4096 $folder/none", 1, "--threads 4096 is more than the"),
     ("serve --placement balanced", 2, "--placement balanced needs --expert-parallel-size of at least 2"),
     ("serve --expert-policy lru", 2, "--expert-policy lru needs --expert-memory"),
-    ("serve --nnodes 2", 2, "--nnodes 2 needs --expert-parallel-size or --pipeline-parallel-size"),
+    ("serve --nnodes 2", 2, "--nnodes 2 needs a rank for each node: --expert-parallel-size"),
     ("serve --nnodes 2 --expert-parallel-size 2", 2, "--nnodes needs --rdzv-endpoint HOST:PORT"),
     ("serve --enforce-eager", 2, "--enforce-eager True needs --device cuda"),
     # Flags of other servers

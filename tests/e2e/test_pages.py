@@ -427,7 +427,10 @@ def test_the_dashboard_says_how_the_service_is_and_how_far_prompts_are(browser: 
 
 def test_the_dashboard_shows_an_hour_with_an_axis(browser: Browser, server: Frontend) -> None:
     page = browser.page()
-    sample = {**json.loads(server.http.get("/v1/stats").text), "object": "stats"}
+    while not (figures := server.http.get("/v1/stats").json())["samples"]:
+        server.engine.send(stats())
+        page.wait("true")
+    sample = {**figures, "object": "stats"}
     (now,) = sample["samples"][-1:]
     hour = [{**now, "time": now["time"] - 12 * ago, "running": ago} for ago in range(200, 0, -1)]
     event = f"event: stats\ndata: {json.dumps({**sample, 'hour': hour})}\n\n"

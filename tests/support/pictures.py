@@ -21,7 +21,7 @@ FIGURES = ROOT / "docs" / "benchmarks" / "README.md"
 _QUESTIONS = ("What is the capital of France?", "Write a haiku about the sea.")
 _ANSWER_S = 240.0
 _PROMPT = "You are the assistant of a small library and answer in one short paragraph. " * 12
-_TOPICS = ("the sea", "old maps", "bees", "bridges", "salt", "lighthouses", "rivers", "ink") * 2
+_TOPICS = ("the sea", "old maps", "bees", "bridges", "salt", "lighthouses", "rivers", "ink")
 # The beginnings of loads in the first table of docs/benchmarks/README.md, with the names that their bars have.
 _LOADS = {
     "one stream, 96 tokens": "one stream",
@@ -44,7 +44,11 @@ def main() -> int:
         print("There is no Chromium: apt-get install chromium-headless-shell", file=sys.stderr)
         return 1
     draw_speed(read_speeds(FIGURES.read_text(encoding="utf-8")), FOLDER / "speed.png")
-    with own_service([]) as url, tempfile.TemporaryDirectory() as folder, chromium(program, Path(folder)) as browser:
+    with (
+        own_service(["--kv-disk-path", "none"]) as url,
+        tempfile.TemporaryDirectory() as folder,
+        chromium(program, Path(folder)) as browser,
+    ):
         picture_chat(browser, url, FOLDER / "chat.png")
         picture_dashboard(browser, url, FOLDER / "dashboard.png")
     return 0
@@ -105,16 +109,13 @@ def picture_chat(browser: Browser, url: str, file: Path) -> None:
 
 def picture_dashboard(browser: Browser, url: str, file: Path) -> None:
     """Keep the dashboard while agents that share a prompt are answered."""
-    page = browser.page(1000, 1000)
+    page = browser.page(1000, 1080)
     page.open(f"{url}/dashboard")
     with ThreadPoolExecutor(len(_TOPICS)) as pool:
         for topic in _TOPICS:
             pool.submit(ask, url, topic)
-        page.wait("!document.querySelector('#experts .content').hidden", _ANSWER_S)
-        page.click("#experts summary")
-        page.wait("document.querySelector('#expert-curves .big')?.textContent.startsWith('0.')", _ANSWER_S)
         shown = "Number(document.querySelector('#{} .big').textContent)"
-        page.wait(f"{shown.format('requests')} > 7 && {shown.format('generation')} > 20", _ANSWER_S)
+        page.wait(f"{shown.format('requests')} > 6 && {shown.format('generation')} > 20", _ANSWER_S)
         page.wait("['ttft', 'hits'].every((id) => /^[0-9]/.test(document.querySelector(`#${id} .big`).textContent))")
         page.screenshot(file)
 

@@ -122,3 +122,13 @@ def test_answers_of_triton_name_the_model_and_repeat_the_input_where_they_should
 def test_a_text_is_required(kind: str, field: str) -> None:
     with pytest.raises(ApiError, match=field):
         parse(kind, **{field: ""})
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, "validation"), (503, "overloaded"), (500, "generation")])
+def test_an_error_has_the_kind_that_tgi_gives_it(status: int, kind: str) -> None:
+    assert json.loads(tgi.tgi_error(ApiError(status, "no"), "")) == {"error": "no", "error_type": kind}
+
+
+def test_a_key_that_is_refused_is_no_fault_of_the_body() -> None:
+    error = ApiError(401, "no", type="authentication_error")
+    assert json.loads(tgi.tgi_error(error, ""))["error_type"] == "authentication_error"

@@ -201,6 +201,8 @@ parse_triton_stream = partial(parse_triton, streams=True)
 def tgi_error(error: ApiError, _: str) -> bytes:
     """Return an error in the shape of TGI: a sentence and a kind."""
     kind = "overloaded" if error.status in (429, 503) else "validation" if error.status < 500 else "generation"
+    if error.status in (401, 403):
+        kind = error.type  # Clients take the kinds of TGI for faults of the body.
     return msgspec.json.encode({"error": error.message, "error_type": kind})
 
 
