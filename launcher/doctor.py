@@ -39,6 +39,7 @@ _SETTINGS = (
     "offline",
     "device",
     "expert_parallel_size",
+    "tensor_parallel_size",
     "dtype",
     "quantization",
     "arithmetic",

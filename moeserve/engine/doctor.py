@@ -34,6 +34,7 @@ from moeserve.engine.memory_plan import (
     ModelPlan,
     check_expert_store,
     check_kv_tiers,
+    check_native_ranks,
     compute_dtype,
     cpu_kv_dtype,
     keeps_narrow,
@@ -45,6 +46,7 @@ from moeserve.engine.memory_plan import (
     share_memory,
     weights_bytes,
 )
+from moeserve.engine.ranks.settings import check_tensor
 from moeserve.machine import Gpu, Machine
 from moeserve.model.checkpoint import has_weights, loaded_bytes, plan_weights, read_index
 from moeserve.model.expert_store import layouts_of, native_layouts
@@ -333,6 +335,7 @@ def _refusal(config: ServeConfig, model: KnownModel) -> Setup | None:
             is_native = isinstance(model, NativeModel)
             refuse_gpu_settings(config, "--device cuda" if is_native else "a model on our own code, with --device cuda")
         check_kv_tiers(config, config.device)
+        check_tensor(config)
     except ConfigError as error:
         obstacle = str(error)
     else:
@@ -378,7 +381,8 @@ def _on_cpu(model: NativeModel, machine: Machine, config: ServeConfig) -> Iterat
     if setup.obstacle is not None and config.dtype == "auto" and 2 * weights_bytes(spec, torch.bfloat16, index) <= wide:
         setup = _cpu_setup(model, machine, replace(config, dtype="bfloat16"))
         yield setup
-    if setup.obstacle is not None and spec.moe is not None and config.expert_memory is None:
+    shares_layers = config.tensor_parallel_size > 1
+    if setup.obstacle is not None and spec.moe is not None and config.expert_memory is None and not shares_layers:
         dtype = native_dtype(config, "cpu")
         try:
             rounding = rounding_of(config, spec, index)
@@ -487,6 +491,7 @@ def _borrowed_setup(sized: SizedModel, machine: Machine, config: ServeConfig) ->
     narrow = keeps_narrow(dtype)
     try:
         check_expert_store(config, spec, "cpu")
+        check_native_ranks(config, spec)
         if config.expert_memory is not None:
             raise ConfigError("What --expert-memory takes of a model on transformers' code is known when it is loaded.")
         rounding = rounding_of(config, spec, sized.index)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from experts.placement.placement import Placement
+from experts.placement.placement import Placement, PlacementError, contiguous
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, LayerPackings
@@ -149,11 +149,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     _check_kv_transfer(config, device)
     spec, dtype = read_any_spec(directory, config, device)
     check_expert_store(config, spec, device)
-    if isinstance(spec, DecoderSpec):
-        check_shards(spec, config.tensor_parallel_size)
-    placement = None
-    if config.expert_parallel_size > 1 or (config.tensor_parallel_size > 1 and spec.moe is not None):
-        placement = plan_placement(directory, spec, config)
+    placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
         return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
     if placement is None and spec.moe is not None:
@@ -161,12 +157,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         read_statistics(directory, config)
     if isinstance(spec, DecoderSpec):
         return plan_on_cpu(spec, dtype, read_index(directory), config, available_bytes(), placement)
-    for way in ("pipeline", "tensor"):
-        if (size := getattr(config, f"{way}_parallel_size")) > 1:
-            raise ConfigError(
-                f"--{way}-parallel-size {size}: layers of a {spec.model_type} model, which transformers' code "
-                "computes, are not shared by ranks so far."
-            )
+    check_native_ranks(config, spec)
     from moeserve.model.hf.expert_weights import TransformersExperts, map_model
 
     model, narrow = map_model(directory), keeps_narrow(dtype)
@@ -246,7 +237,16 @@ def _plan_shards(
     placement: Placement | None,
     rounding: Rounding,
 ) -> ModelPlan:
-    """Cut the layers, and divide the memory of this machine, the first node, between the shards on it."""
+    """Cut the layers, and divide the memory of this machine, the first node, between the shards on it.
+
+    placement: None where one group of ranks shares the experts, if there are any, in order.
+    """
+    check_shards(spec, config.tensor_parallel_size)
+    if placement is None and spec.moe is not None:
+        try:
+            placement = contiguous(len(spec.moe_layers), spec.moe.num_experts, config.num_ranks)
+        except PlacementError as error:
+            raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: {error}") from None
     sizes = shard_bytes(spec, dtype, index, placement, config.tensor_parallel_size, rounding)
     num_here, stored_bytes = config.num_ranks_here, sum(info.num_bytes for info in index.values())
     num_bytes = sum(sizes[:num_here])
@@ -338,6 +338,16 @@ def check_kv_tiers(config: ServeConfig, device: str) -> None:
         raise ConfigError("--kv-disk-path keeps cached prefixes, and --no-enable-prefix-caching makes none.")
 
 
+def check_native_ranks(config: ServeConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError if ranks would share layers of a model that transformers' code computes."""
+    for way in ("pipeline", "tensor"):
+        if (size := getattr(config, f"{way}_parallel_size")) > 1:
+            raise ConfigError(
+                f"--{way}-parallel-size {size}: layers of a {spec.model_type} model, which transformers' code "
+                "computes, are not shared by ranks so far."
+            )
+
+
 def check_expert_store(config: ServeConfig, spec: ModelSpec, device: str) -> None:
     """Raise ConfigError if `--expert-store-dir` would have no effect."""
     if config.expert_store_dir is None or config.expert_memory is not None:
@@ -414,6 +424,22 @@ def check_stage(directory: Path, plan: ModelPlan, config: ServeConfig, rank: int
             f"Layers {stage.first} to {stage.end - 1}, with their part of the KV memory, take "
             f"{show_size(num_bytes, up=True)}, but only {show_size(free_bytes)} are free here: set --kv-cache-memory "
             "or --layers-per-rank."
+        )
+
+
+@on_one_thread()
+def check_shard(directory: Path, plan: ModelPlan, config: ServeConfig, rank: int, free_bytes: int) -> None:
+    """Raise ModelError if the shard of a rank, with its part of the KV memory, does not fit into `free_bytes`."""
+    spec, kv, count = plan.spec, plan.kv, config.tensor_parallel_size
+    assert isinstance(spec, DecoderSpec)
+    part, kv_dtype = sharded(spec, Shard(rank % count, count)), cpu_kv_dtype(config, spec, plan.dtype, plan.rounding)
+    num_bytes = shard_bytes(spec, plan.dtype, read_index(directory), plan.placement, count, plan.rounding)[rank]
+    num_bytes += kv_pool_bytes(part.kv_layers, kv.num_blocks, kv.num_window_blocks, config.block_size, kv_dtype)
+    num_bytes += kv.num_state_rows * state_row_bytes(part.state_layers, plan.dtype)
+    if num_bytes > free_bytes:
+        raise ModelError(
+            f"The part of rank {rank}, with its KV memory, takes {show_size(num_bytes, up=True)}, but only "
+            f"{show_size(free_bytes)} are free here: set --kv-cache-memory."
         )
 
 

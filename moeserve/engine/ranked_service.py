@@ -30,7 +30,7 @@ from moeserve.engine.experts.observe import ExpertRecording, LinkCounts, Recordi
 from moeserve.engine.experts.rebalancing import RankMemories, start_rebalancing
 from moeserve.engine.kv_disk.opening import files_for
 from moeserve.engine.kv_host import disk_copier
-from moeserve.engine.memory_plan import ModelPlan, check_stage, plan_from_rank_0, plan_model
+from moeserve.engine.memory_plan import ModelPlan, check_shard, check_stage, plan_from_rank_0, plan_model
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.cores import bind_to_cores
@@ -137,14 +137,22 @@ def _load_other(
         context = replace(context, config=_shared_config(context.config, setup.settings))
         _check_device(number, own, context.config.device)
         plan = _plan_of(setup, context)
-        if plan.layers and context.config.nnodes > 1:
-            check_stage(Path(context.model_dir), plan, context.config, number, available_bytes())
+        if context.config.nnodes > 1:
+            _check_memory(Path(context.model_dir), plan, context.config, number)
         member = _load_part(context, number, plan, lambda _: None, to_copy)
         link.send(Loaded(number))
         return member
     finally:
         beats.stop()
         link.close()
+
+
+def _check_memory(directory: Path, plan: ModelPlan, config: ServeConfig, number: int) -> None:
+    """Raise ModelError if a rank's part of the layers does not fit: rank 0 knows its own machine's memory alone."""
+    if plan.layers:
+        check_stage(directory, plan, config, number, available_bytes())
+    elif config.tensor_parallel_size > 1:
+        check_shard(directory, plan, config, number, available_bytes())
 
 
 def _load_part(context: RunContext, number: int, plan: ModelPlan, report: Report, to_copy: bool) -> LoadedPart:

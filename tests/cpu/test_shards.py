@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
+import torch
 
 from benchmarks.token_engine import Completion, TokenEngine
+from experts.placement.placement import contiguous
+from moeserve.engine.memory_plan import check_shard, plan_model, shard_bytes, weights_bytes
+from moeserve.model.checkpoint import read_index
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.kv_pool import kv_block_bytes
+from moeserve.model.sizes import expected_index
+from moeserve.model.spec import ModelError
+from moeserve.plan import BeamParams, SamplingParams
+from tests.cpu.test_pipeline import QWEN3_30B_A3B
 from tests.support.llm_prompts import BASE, PROMPTS, SAMPLINGS, assert_same
 from tests.support.sharded_engine import ShardedEngine
 from tests.support.tiny_models import CASES, save
@@ -39,3 +51,95 @@ def test_every_family_has_the_logits_of_one_rank_and_its_own_bits_in_any_batch(c
     assert many.scheduler.counters.prefix_hit_tokens > 0
     for engine in (sharded, many):
         engine.close()
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_next", "gpt_oss", "qwen3"])
+def test_random_batches_have_the_bits_of_each_prompt_alone(case: str, tmp_path: Path) -> None:
+    """Batches of prompts that share beginnings, with little memory, drafts and cached prefixes."""
+    save(case, tmp_path)
+    random, kept = Random(case), dict[int, Completion]()
+    alone = ShardedEngine(tmp_path, replace(TWO, enable_prefix_caching=False))
+    block_bytes = kv_block_bytes(build_spec(load_config(tmp_path)).kv_layers, BASE.block_size, torch.float32)
+    for _ in range(2):
+        config = replace(
+            TWO,
+            max_num_seqs=random.choice((2, 3, 5, 9)),
+            max_num_batched_tokens=random.choice((9, 16, 40, 256)),
+            # On each of two ranks; little more than a longest request needs.
+            kv_cache_memory=random.choice((30, 50)) * block_bytes // 2,
+            max_model_len=92,
+            speculative_config=random.choice(("none", "suffix", "ngram")),
+        )
+        sharded = ShardedEngine(tmp_path, config)
+        for _ in range(3):
+            places = random.sample(range(len(PROMPTS)), random.randint(2, 7))
+            found = sharded.generate([PROMPTS[n] for n in places], [SAMPLINGS[n] for n in places])
+            for n in places:
+                if n not in kept:
+                    (kept[n],) = alone.generate([PROMPTS[n]], SAMPLINGS[n])
+            assert_same(found, [kept[n] for n in places])
+        sharded.scheduler.check_idle()
+        sharded.close()
+    alone.close()
+
+
+def test_ranks_share_kv_heads_where_there_are_fewer_than_ranks(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    one, four = TokenEngine(tmp_path, BASE), ShardedEngine(tmp_path, replace(BASE, tensor_parallel_size=4))
+    assert_close(four.generate(PROMPTS[:4], SAMPLINGS[:4]), one.generate(PROMPTS[:4], SAMPLINGS[:4]))
+    four.close()
+
+
+def test_beams_and_logprobs_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
+    save("qwen3_moe", tmp_path)
+    one, sharded = TokenEngine(tmp_path, BASE), ShardedEngine(tmp_path, replace(TWO, max_num_batched_tokens=64))
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)
+    expected, found = (engine.generate(PROMPTS[:3], sampling, BeamParams(3, 2)) for engine in (one, sharded))
+    assert [[text.token_ids for text in c.found] for c in found] == [
+        [text.token_ids for text in c.found] for c in expected
+    ]
+    probed = replace(sampling, prompt_logprobs=1)
+    assert_close(sharded.generate(PROMPTS[:3], probed), one.generate(PROMPTS[:3], probed))
+    sharded.close()
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_next", "deepseek_v3-yarn"])
+def test_the_plan_counts_what_ranks_hold(case: str, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    plan, spec = plan_model(tmp_path, TWO), build_spec(load_config(tmp_path))
+    sharded = ShardedEngine(tmp_path, TWO)
+    held = [sum(part.nbytes for parts in rank.block_tensors().values() for part in parts) for rank in sharded.ranks]
+    assert held[0] == held[1]
+    # The latents of latent attention are whole on each rank.
+    share = 1 if case.startswith("deepseek") else 2
+    kv = plan.kv.num_blocks * kv_block_bytes(spec.kv_layers, BASE.block_size, torch.float32)
+    states = 0 if not spec.state_layers else plan.kv.num_state_rows * sharded.ranks[0].model.state_row_bytes
+    assert sum(held) * share == 2 * (kv + states)
+    sizes = shard_bytes(spec, torch.float32, read_index(tmp_path), plan.placement, 2)
+    assert sum(sizes) == plan.weights_bytes
+    # Another node looks at its own memory.
+    for rank, size in enumerate(sizes):
+        check_shard(tmp_path, plan, TWO, rank, size + held[rank])
+        with pytest.raises(ModelError, match=f"The part of rank {rank}, with its KV memory, takes .* are free here"):
+            check_shard(tmp_path, plan, TWO, rank, size + held[rank] - 1)
+    sharded.close()
+
+
+LLAMA_8B = {
+    **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+}
+
+
+@pytest.mark.parametrize(("config", "num_layers"), [(QWEN3_30B_A3B, 4), (QWEN3_30B_A3B, 48), (LLAMA_8B, 32)])
+def test_two_ranks_hold_little_more_than_half_of_a_model_each(
+    config: dict[str, object], num_layers: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = build_spec(load_config(tmp_path))
+    cut = replace(spec, sparse_layers=spec.sparse_layers[:num_layers], windows=spec.windows[:num_layers])
+    index, placement = expected_index(cut, "BF16"), None
+    if cut.moe is not None:
+        placement = contiguous(num_layers, cut.moe.num_experts, 2)
+    sizes = shard_bytes(cut, torch.float32, index, placement, 2)
+    assert max(sizes) <= 0.51 * weights_bytes(cut, torch.float32, index)

@@ -31,7 +31,7 @@ from tests.support.service import (
 )
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
-EXPERTS, LAYERS = "--expert-parallel-size", "--pipeline-parallel-size"
+EXPERTS, LAYERS, SHARDS = "--expert-parallel-size", "--pipeline-parallel-size", "--tensor-parallel-size"
 PROMPTS = [[5 + n, 9, 30 + n, 7, 41, 12, 11, 50, 3 + n] * 5 for n in range(6)]
 
 
@@ -107,7 +107,7 @@ def two_nodes(
         first.process.stdout.close()
 
 
-@pytest.mark.parametrize("way", [EXPERTS, LAYERS])
+@pytest.mark.parametrize("way", [EXPERTS, LAYERS, SHARDS])
 def test_two_nodes_give_the_texts_of_one_rank_and_end_cleanly(
     model: Path, key: Path, expected: list[str], tmp_path: Path, way: str
 ) -> None:
@@ -176,7 +176,7 @@ def finish(events: Iterator[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [EXPERTS, pytest.param(LAYERS, marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", [EXPERTS, *(pytest.param(way, marks=pytest.mark.long) for way in (LAYERS, SHARDS))])
 def test_a_lost_rank_of_any_node_is_a_pause_and_no_whole_start(
     model: Path, key: Path, expected: list[str], tmp_path: Path, way: str
 ) -> None:
@@ -252,7 +252,7 @@ def client_of(said: Path, process: subprocess.Popen[bytes]) -> httpx2.Client:
     return httpx2.Client(base_url=found[1], timeout=60)
 
 
-@pytest.mark.parametrize("way", [(), (LAYERS, "2")])
+@pytest.mark.parametrize("way", [(), (LAYERS, "2"), (SHARDS, "2")])
 def test_torchrun_starts_ranks_that_give_the_texts_of_one(
     model: Path, expected: list[str], tmp_path: Path, way: tuple[str, ...]
 ) -> None:
