@@ -38,7 +38,7 @@ _SHORT_SLEEP_S = 60.0  # s; a shorter --sleep-after is taken for one that forgot
 # A service of one rank starts with 40.
 _LEAST_OPEN_FILES = 64
 _FOR_SEVERAL_RANKS = ("dispatch", "combine_dtype", "placement", "num_redundant_experts", "rebalance_interval")
-_FOR_EXPERT_MEMORY = ("expert_policy", "expert_prefetch")
+_FOR_EXPERT_MEMORY = ("expert_policy", "expert_compute", "expert_prefetch")
 
 
 class LaunchError(Exception):

@@ -445,6 +445,12 @@ class ServeConfig:
         "of --expert-statistics, or least expected by the affinity that --expert-prefetch learns.",
         choices=("lru", "lfu", "lfru", "static", "affinity"),
     )
+    expert_compute: str = _expert_memory(
+        "auto",
+        "Where a GPU's service computes experts that are not in the GPU's memory: copy (there, once they are copied), "
+        "host (by the CPU, from host memory), or auto (whatever ends first by measured times).",
+        choices=("auto", "copy", "host"),
+    )
     expert_prefetch: str = _expert_memory(
         "auto",
         "What predicts the experts to load ahead: off, gate (later gates, applied early), fitted (later gates as "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # Settings that only a GPU honours.
-_OF_A_GPU = ("gpu_memory_utilization", "enforce_eager")
+_OF_A_GPU = ("gpu_memory_utilization", "enforce_eager", "expert_compute")
 # Settings that only a CPU honours.
 _OF_A_CPU = ("quantization", "arithmetic")
 # The memory of graphs where none has been captured, an estimate: the allocations of a decode step, once for all sizes,

@@ -37,6 +37,10 @@ MEASUREMENTS = {
     "stall-simulated": Measurement(
         "exposed stall with and without prefetch, half of the experts in memory, simulated", ("prediction:stall",)
     ),
+    "compute-simulated": Measurement(
+        "tokens/s with absent experts copied, computed by the host, or both, simulated",
+        ("host_compute:compute_simulated",),
+    ),
     "stall-measured": Measurement(
         "exposed stall with and without prefetch, half of the experts in memory", ("memory:stall",)
     ),

@@ -8,7 +8,8 @@ replaying its experts one by one would count misses that no runtime has. `recall
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, nan
 from typing import Protocol
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.experts.lab_traces import LabTrace
 from experts.memory.eviction import POLICIES, Affinity, EvictionPolicy, Static, Worth
 from experts.memory.eviction import POLICY_NAMES as SERVED
+from experts.memory.host_share import HostCosts, HostShare
 from experts.memory.residency import ResidencyControl, ResidencyCounters, SlotState, Transfer
 from experts.prediction.planning import LookaheadPlanner, PrefetchPlanner, PrefetchRules
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
@@ -234,13 +236,17 @@ class Simulation:
         link: LinkModel,
         timing: LayerTiming,
         ahead: LoadsAhead | None = None,
+        host: SimulatedHost | None = None,
     ) -> None:
-        """ahead: tells this control which experts to load; None for demand loads alone."""
+        """ahead: tells this control which experts to load; None for demand loads alone. host: computes experts of this
+        control that are not in slots; None if all are loaded."""
         self._control = control
+        self._host = host
         self._copier = SimulatedCopier(control, link, expert_bytes)
         self._timing = timing
         self._ahead = ahead
-        self._loads_per_layer = timing.total / link.load_seconds(expert_bytes)
+        self._load_seconds = link.load_seconds(expert_bytes)
+        self._loads_per_layer = timing.total / self._load_seconds
         self._now = 0.0
         self._stall = 0.0
         self._prediction = 0.0
@@ -276,12 +282,12 @@ class Simulation:
             self._look(Tap.EARLY, BEFORE)
         for layer, event in enumerate(sorted(set(of_layer)) for of_layer in ids.reshape(len(ids), -1).tolist()):
             self._compute(self._timing.attention)
-            self._control.access(layer, event)
+            elsewhere = self._access(layer, event, ids[layer])
             if self._ahead is not None:
                 self._ahead.chose(layer, ids[layer])
                 self._look(Tap.EARLY, layer)
                 self._look(Tap.SHARED, layer)
-            self._compute_experts(layer, event)
+            self._compute_experts(layer, event, elsewhere)
         if self._ahead is not None:
             self._ahead.end()
 
@@ -292,14 +298,26 @@ class Simulation:
             self._compute(self._timing.prediction)
             tell()
 
-    def _compute_experts(self, layer: int, event: list[int]) -> None:
-        """Compute the resident experts first, and the others as they arrive."""
+    def _access(self, layer: int, event: list[int], expert_ids: Ids) -> dict[int, int]:
+        """Begin an event; return the rows of each expert that the host computes. expert_ids: [T, k]."""
+        if self._host is None:
+            self._control.access(layer, event)
+            return {}
+        num_rows = Counter(expert_ids.ravel().tolist())
+        access = self._host.share.access(layer, num_rows, self._load_seconds)
+        return {expert: num_rows[expert] for expert in access.elsewhere}
+
+    def _compute_experts(self, layer: int, event: list[int], elsewhere: dict[int, int]) -> None:
+        """Compute the resident experts first, and the others as they arrive, while the host computes its own."""
         residency = self._control.layers[layer]
-        remaining = event
+        remaining = [expert for expert in event if expert not in elsewhere]
 
         def ready() -> list[int]:
             return [expert for expert in remaining if residency.state_of(expert) is SlotState.READY]
 
+        host_ends = self._now
+        if self._host is not None and elsewhere:
+            host_ends += self._host.compute(elsewhere)
         while remaining:
             computed = ready()
             if not computed:
@@ -310,10 +328,41 @@ class Simulation:
             self._compute(self._timing.experts * len(computed) / len(event))
             self._control.release(layer, computed)
             remaining = [expert for expert in remaining if expert not in computed]
+        self._compute(max(host_ends - self._now, 0.0))
 
     def _compute(self, seconds: float) -> None:
         self._now += seconds
         self._copier.run_until(self._now)
+
+
+@dataclass(frozen=True, slots=True)
+class HostModel:
+    """Seconds of a host that computes experts: of a call, to read an expert, and of a row where rows take longer."""
+
+    call: float
+    expert: float
+    row: float
+
+    def of_expert(self, num_rows: int) -> float:
+        return max(self.expert, self.row * num_rows)
+
+    def costs(self) -> HostCosts:
+        """Return what measuring at start finds."""
+        return HostCosts(self.call, [(rows, self.of_expert(rows)) for rows in (1, 4, 16, 64, 256)])
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedHost:
+    """A host that computes experts. share: begins the events of the simulated control."""
+
+    share: HostShare
+    model: HostModel
+
+    def compute(self, num_rows: Mapping[int, int]) -> float:
+        """Return the seconds of a call. num_rows: by expert."""
+        seconds = self.model.call + sum(map(self.model.of_expert, num_rows.values()))
+        self.share.costs.learn(num_rows.values(), seconds)
+        return seconds
 
 
 class LoadsAhead(Protocol):

@@ -212,6 +212,7 @@ def expert_memory(lab: Lab) -> Iterator[Row]:
     tokens, texts = (3 if lab.scale.interpret else 128), dict[str, str]()
     ways = {"all resident": (), "half, no prefetch": (*half, "--expert-prefetch", "off")}
     if not lab.scale.interpret:
+        ways |= {f"half, {way}": (*half, "--expert-compute", way) for way in ("copy", "host")}
         ways["half, gates ask ahead"] = (*half, "--expert-prefetch", "gate")
     for name, flags in ways.items():
         service = lab.serve("experts", config, *own, *flags)
@@ -219,7 +220,9 @@ def expert_memory(lab: Lab) -> Iterator[Row]:
         texts[name] = "".join(told)
         rate = (len(times) - 1) / max(1e-9, times[-1] - times[0])
         stalled = service.metric('moeserve_expert_stall_seconds_total{rank="0"}')
-        yield name, f"{rate:.1f} tokens/s, start {service.startup_s:.0f} s, stalls {stalled:.2f} s"
+        on_host = service.metric('moeserve_expert_computed_on_host_total{rank="0"}')
+        told_of = f"stalls {stalled:.2f} s, {on_host:.0f} experts computed by the host"
+        yield name, f"{rate:.1f} tokens/s, start {service.startup_s:.0f} s, {told_of}"
         service.stop()
     yield "texts", "equal" if len(set(texts.values())) == 1 else "differ"
     if lab.scale.interpret and len(set(texts.values())) > 1:

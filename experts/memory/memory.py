@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from experts.errors import ExpertStoreError
+from experts.memory.host_share import HostShare
 from experts.memory.residency import Access, ExpertMemoryStats, ResidencyControl, SlotState, Transfer
 from experts.memory.slots import Slots
 from experts.memory.tiers import ExpertTier
@@ -30,12 +31,15 @@ class ExpertMemory:
         """num_copiers: the threads that copy at once, as `arena` and `tier` allow. Only the first one prefetches."""
         self.stall_seconds = 0.0
         self.predictor_seconds = 0.0
+        # The seconds that the host computed experts in place of a device.
+        self.host_seconds = 0.0
         # The seconds that copies took, on all copying threads or on the device.
         self.copy_seconds = 0.0
         self.recall = RecallSample()
         # The number of copied pieces of experts: it grows in a slow load, but not in one that hangs.
         self.num_pieces = 0
         self._control = control
+        self._share: HostShare | None = None
         self._arena = arena
         self._tier = tier
         lock = threading.RLock()
@@ -51,21 +55,34 @@ class ExpertMemory:
         for copier in self._copiers:
             copier.start()
 
-    def access(self, layer: int, experts: Iterable[int]) -> Access:
-        """Begin an event; missing experts start to load. Raise ExpertStoreError if a load has failed before."""
+    def share_with_host(self, share: HostShare) -> None:
+        """Let the host compute some experts from now on. share: of the control of this memory."""
+        with self._changed:
+            self._share = share
+
+    def access(self, layer: int, experts: Iterable[int], num_rows: Mapping[int, int] | None = None) -> Access:
+        """Begin an event; missing experts start to load. Raise ExpertStoreError if a load has failed before.
+
+        num_rows: of each of the experts, for a caller whose host can compute them: see `HostShare.access`.
+        """
         with self._changed:
             self._check()
-            access = self._control.access(layer, experts)
+            if self._share is None or num_rows is None:
+                access = self._control.access(layer, experts)
+            else:
+                access = self._share.access(layer, num_rows, self._pace.load_seconds)
             self._pace.access(time.perf_counter() - self.stall_seconds)
-            if access.missing:
-                self._work.notify_all()
+            if access.missing or access.elsewhere:
+                self._wake_copiers()
         self._before_use(layer, access.ready)
         return access
 
     @contextmanager
-    def event(self, layer: int, experts: Collection[int]) -> Iterator[Access | None]:
+    def event(
+        self, layer: int, experts: Collection[int], num_rows: Mapping[int, int] | None = None
+    ) -> Iterator[Access | None]:
         """Begin an event, None without experts, and end it if the computation inside fails: the next may begin then."""
-        access = self.access(layer, experts) if experts else None
+        access = self.access(layer, experts, num_rows) if experts else None
         try:
             yield access
         except BaseException:
@@ -117,6 +134,13 @@ class ExpertMemory:
             decision(self._pace.loads_per_layer)
             self._wake_copiers()
 
+    def computed_on_host(self, num_rows: Iterable[int], seconds: float) -> None:
+        """Record how long the host took for experts with these numbers of rows."""
+        assert self._share is not None
+        with self._changed:
+            self.host_seconds += seconds
+            self._share.costs.learn(num_rows, seconds)
+
     def loads_per_layer(self) -> float:
         """Return the number of experts that the link loads while one layer is computed, as measured."""
         return self._pace.loads_per_layer
@@ -148,13 +172,15 @@ class ExpertMemory:
                 num_in_flight=self._control.num_in_flight,
                 resident=[layer.resident() for layer in self._control.layers],
                 recall=self.recall.counts(),
+                host_seconds=self.host_seconds,
+                costs=None if self._share is None else self._share.costs.describe(self._pace.load_seconds),
             )
 
     def forget_counts(self) -> None:
         """Start counting at zero; residency stays as it is."""
         with self._changed:
             self._control.forget_counts()
-            self.stall_seconds = self.predictor_seconds = 0.0
+            self.stall_seconds = self.predictor_seconds = self.host_seconds = 0.0
         self.recall.forget()
 
     def close(self) -> None:
@@ -243,11 +269,16 @@ class Pace:
         self._seconds_per_byte: float | None = None
 
     @property
+    def load_seconds(self) -> float:
+        """The seconds that the link takes for an expert; 0 until some were measured."""
+        return (self._seconds_per_byte or 0.0) * self._expert_bytes
+
+    @property
     def loads_per_layer(self) -> float:
         """The number of experts that the link loads while one layer is computed; 1 until both were measured."""
         if self._layer_seconds is None or self._seconds_per_byte is None:
             return 1.0
-        return self._layer_seconds / (self._seconds_per_byte * self._expert_bytes)
+        return self._layer_seconds / self.load_seconds
 
     def access(self, now: float) -> None:
         """Record that a layer's event begins. now: seconds, without the waiting for experts."""

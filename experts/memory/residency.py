@@ -57,23 +57,24 @@ class ResidencyControl:
         """True if a transfer waits to be copied."""
         return self._queue.has_waiting
 
-    def access(self, layer: int, experts: Iterable[int]) -> Access:
+    def access(self, layer: int, experts: Iterable[int], elsewhere: Collection[int] = ()) -> Access:
         """Begin one event, see `LayerResidency.access`. Missing experts are queued as demand loads, prefetches of
         wanted ones are promoted, and other prefetches for this event are cancelled."""
         members = frozenset(experts)
-        access = self.layers[layer].access(members)
-        self._count_foreseen(layer, members)
+        access = self.layers[layer].access(members, elsewhere)
+        self._count_foreseen(layer, members.union(elsewhere))
         counters = self.counters
         self._num_events += 1
         counters.num_events += 1
         counters.num_hits += len(access.ready)
         counters.num_late += len(access.loading)
-        counters.num_misses += len(access.missing)
+        counters.num_misses += len(access.missing) + len(elsewhere)
+        counters.num_elsewhere += len(elsewhere)
         counters.useful_bytes += len(access.used_prefetches) * self._expert_bytes
         self._current = layer
         self._predicted[layer] = frozenset()
         self._demand(layer, access.loads)
-        self._settle(layer, wanted=frozenset(access.loading))
+        self._settle(layer, wanted=frozenset(access.loading), used=frozenset(elsewhere))
         return access
 
     def release(self, layer: int, experts: Sequence[int]) -> None:
@@ -104,8 +105,34 @@ class ResidencyControl:
                 transfer.priority, transfer.due, transfer.rank = priority, due, rank
                 transfer.generation, transfer.cancelled = self._generation, False
         for transfer in self._queue.of_layer(layer):
-            if transfer.priority is not Priority.DEMAND and transfer.generation != self._generation:
+            if transfer.priority in _ASKED_AHEAD and transfer.generation != self._generation:
                 self._cancel(transfer)
+
+    def move_in(self, layer: int, experts: Sequence[int]) -> None:
+        """Load experts that are used often, behind all other transfers; the first one first.
+
+        They replace the layer's experts that still wait for their turn. Events and predictions do not cancel them.
+        """
+        for transfer in self._queue.of_layer(layer):
+            if transfer.priority is Priority.IDLE and transfer.slot is None:
+                self._queue.remove(transfer)
+        residency = self.layers[layer]
+        for rank, expert in enumerate(experts):
+            if residency.slot_of(expert) is None and self._queue.find(layer, expert) is None:
+                due = self._num_events + len(self.layers)
+                self._queue.add(Transfer(layer, expert, Priority.IDLE, due, rank, self._generation, prefetched=True))
+
+    def is_in_flight(self, layer: int, expert: int) -> bool:
+        """Return whether a transfer of this expert is being copied."""
+        transfer = self._queue.find(layer, expert)
+        return transfer is not None and transfer.active
+
+    def share_to_copy(self, layer: int, expert: int) -> float:
+        """Return the share of the expert's bytes that a load has yet to copy: 1 before it begins, 0 if it is ready."""
+        if self.layers[layer].state_of(expert) is SlotState.READY:
+            return 0.0
+        transfer = self._queue.find(layer, expert)
+        return 1.0 if transfer is None else 1 - transfer.num_moved / self._expert_bytes
 
     def next_transfer(self, *, demanded: bool = False) -> Transfer | None:
         """Return the transfer to copy now, None if none waits. Copying begins at byte `num_moved`.
@@ -160,15 +187,16 @@ class ResidencyControl:
             transfer.slot = load.slot
             self._queue.add(transfer)
 
-    def _settle(self, layer: int, wanted: frozenset[int]) -> None:
-        """Promote the layer's prefetches of `wanted` experts and cancel the others: the predicted event has come."""
+    def _settle(self, layer: int, wanted: frozenset[int], used: frozenset[int]) -> None:
+        """Promote the layer's transfers of `wanted` experts and cancel its other prefetches: the predicted event has
+        come. A prefetch that has begun, of an expert that is `used` without it, goes on when nothing else is copied."""
         for transfer in self._queue.of_layer(layer):
-            if transfer.priority is Priority.DEMAND:
-                continue
-            if transfer.expert in wanted:
+            if transfer.expert in wanted and transfer.priority is not Priority.DEMAND:
                 transfer.priority, transfer.cancelled = Priority.DEMAND, False
                 transfer.due, transfer.rank = self._num_events, transfer.expert
-            else:
+            elif transfer.priority in _ASKED_AHEAD and transfer.expert in used and transfer.slot is not None:
+                transfer.priority, transfer.cancelled = Priority.IDLE, False
+            elif transfer.priority in _ASKED_AHEAD:
                 self._cancel(transfer)
 
     def _bind(self, transfer: Transfer) -> bool:
@@ -208,7 +236,7 @@ class ResidencyControl:
 @dataclass(slots=True)
 class ResidencyCounters:
     """Counts since the start. An event's expert is a hit if it was ready, late if its prefetch was under way, else a
-    miss.
+    miss. num_elsewhere: the misses that were computed where the expert lies.
 
     Bytes moved by prefetches are useful if an event found the expert ready, late if the event came before the copy
     ended, wasted if the expert was evicted unused, cancelled if the copy was ended early; the rest is not decided yet.
@@ -222,6 +250,7 @@ class ResidencyCounters:
     num_hits: int = 0
     num_late: int = 0
     num_misses: int = 0
+    num_elsewhere: int = 0
     num_evictions: int = 0
     demand_bytes: int = 0
     prefetch_bytes: int = 0
@@ -267,7 +296,8 @@ class Access:
     """The state in which an event found its experts: ready, loading or missing, each in ascending order.
 
     loads: the missing experts that have a slot now; the others get one when members of the event are released.
-    used_prefetches: the ready experts that a prefetch had brought and no event had used since.
+    used_prefetches: the ready experts that a prefetch had brought and no event had used since. elsewhere: the experts
+    that the event uses without slots.
     """
 
     ready: tuple[int, ...]
@@ -275,6 +305,7 @@ class Access:
     missing: tuple[int, ...]
     loads: tuple[Load, ...]
     used_prefetches: tuple[int, ...]
+    elsewhere: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -312,6 +343,11 @@ class LayerResidency:
         """The number of missing experts of the current event that have no slot yet."""
         return len(self._waiting)
 
+    @property
+    def num_empty(self) -> int:
+        """The number of slots that nothing has been loaded into."""
+        return len(self._slots) - len(self._slot_of)
+
     def state_of(self, expert: int) -> SlotState:
         """Return the state of the expert's slot, EMPTY without a slot."""
         slot = self._slot_of.get(expert)
@@ -333,17 +369,19 @@ class LayerResidency:
         """Return the experts that are being loaded into a slot, in ascending order."""
         return list(self._numbers()[1])
 
-    def access(self, experts: Iterable[int]) -> Access:
+    def access(self, experts: Iterable[int], elsewhere: Collection[int] = ()) -> Access:
         """Begin an event. Missing experts get slots as far as non-members can be evicted; members are not evicted.
 
-        ValueError while an earlier event holds references.
+        elsewhere: experts that the step uses without a slot, none of them ready. ValueError while an earlier event
+        holds references.
         """
         members = sorted(set(experts))
-        if not members or members[0] < 0 or members[-1] >= self._num_experts:
-            raise ValueError(f"an event of experts {members} of {self._num_experts}")
+        used = sorted({*members, *elsewhere})
+        if not used or used[0] < 0 or used[-1] >= self._num_experts:
+            raise ValueError(f"an event of experts {used} of {self._num_experts}")
         if self._waiting or any(slot.references for slot in self._slots):
             raise ValueError("the layer's earlier event is not over")
-        self._policy.touch(members)
+        self._policy.touch(used)
         for slot in self._slots:
             slot.awaited = False
         ready: list[int] = []
@@ -362,7 +400,8 @@ class LayerResidency:
                 used_prefetches.append(expert)
                 slot.unused = False
         self._waiting.extend(missing)
-        return Access(tuple(ready), tuple(loading), tuple(missing), self._place_waiting(), tuple(used_prefetches))
+        states = tuple(ready), tuple(loading), tuple(missing)
+        return Access(*states, self._place_waiting(), tuple(used_prefetches), tuple(sorted(elsewhere)))
 
     def release(self, experts: Sequence[int]) -> tuple[Load, ...]:
         """Make computed members of the event evictable; return the loads for which there is room now."""
@@ -464,11 +503,15 @@ class LayerResidency:
 
 
 class Priority(IntEnum):
-    """The priority of a transfer; the smallest value goes first."""
+    """The priority of a transfer; the smallest value goes first. IDLE: for later steps, if nothing else is copied."""
 
     DEMAND = 0
     NEXT_LAYER = 1
     SPECULATIVE = 2
+    IDLE = 3
+
+
+_ASKED_AHEAD = frozenset((Priority.NEXT_LAYER, Priority.SPECULATIVE))
 
 
 @dataclass(slots=True, eq=False)
@@ -537,12 +580,23 @@ class TransferQueue:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeCosts:
+    """Seconds, as learnt: to copy an expert to the device, of a call of the host beside its experts, and of the host
+    for one expert, by its number of rows."""
+
+    copy: float
+    call: float
+    by_rows: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertMemoryStats:
     """Counters of an expert memory since the start, in types that can be sent between ranks.
 
     stall_seconds: time that the computation waited for experts. predictor_seconds: time that the computing thread spent
     on predictions. num_in_flight: loads under way now. resident: the experts that are ready now, layer by layer.
-    recall: the recall of each source of predictions, on a sample of the steps.
+    recall: the recall of each source of predictions, on a sample of the steps. host_seconds: time that the host
+    computed experts in place of a device. costs: what decides where experts are computed, None without a choice.
     """
 
     counters: ResidencyCounters
@@ -551,6 +605,8 @@ class ExpertMemoryStats:
     num_in_flight: int
     resident: list[list[int]]
     recall: list[SourceRecall] = field(default_factory=list)
+    host_seconds: float = 0.0
+    costs: ComputeCosts | None = None
 
 
 def least_slots(num_held: Sequence[int], top_k: int) -> list[int]:

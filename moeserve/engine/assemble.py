@@ -229,7 +229,7 @@ def _open_body(
     )
     if body.resident is not None:
         few, tier = min(body.resident.slots.num_slots), body.resident.tier
-        log.info("expert_memory", slots=few, others_in=tier, policy=config.expert_policy)
+        log.info("expert_memory", slots=few, others_in=tier, policy=config.expert_policy, **body.resident.reads)
     if collectives is not None and not (collectives.rank or body.captured_sizes or settings.enforce_eager):
         all_there = body.resident is None
         log.info("decode_steps_not_captured", dispatch=config.dispatch, all_experts_in_memory=all_there)

@@ -13,17 +13,18 @@ import torch
 from experts.observer import AnyObserver
 from experts.routing.tap import RoutingTap
 from kernels.activation import Activation
+from kernels.cpu.library import native_kernels_absence
 from kernels.gpu.device import multiprocessor_of
 from kernels.gpu.moe import TritonMoe
 from kernels.gpu.moe_weights import GpuExperts
 from kernels.gpu.ops import GpuOps, store_expert
-from moeserve.config import ServeConfig
+from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import GRAPH_BYTES, StateDemand, available_bytes, step_budget
 from moeserve.engine.experts.gpu_memory import GpuExpertSettings, GpuResidentModel, open_gpu_experts, plan_gpu_residency
 from moeserve.engine.experts.settings import measured_load
 from moeserve.engine.rank import Group, Prepared
 from moeserve.engine.ranks.together import captures_decodes
-from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.checkpoint import OwnedExperts, read_index
 from moeserve.model.decoder import Decoder, StepDecoder
 from moeserve.model.expert_weights import LayerExperts
 from moeserve.model.gpu.kernels import (
@@ -46,6 +47,7 @@ from moeserve.model.gpu.model import (
     measure_graphs,
 )
 from moeserve.model.gpu.setup import alone, launch_expert_variants
+from moeserve.model.rounding import Rounding
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.spec import Progress as StageProgress
 from moeserve.model.step_arrays import capture_sizes
@@ -91,7 +93,34 @@ def gpu_expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig)
         config.expert_policy,
         None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser(),
         measured_load(directory, config, (len(spec.moe_layers), 0 if spec.moe is None else spec.moe.num_experts)),
+        config.expert_compute,
+        lambda: _host_rounding(directory, spec, config),
     )
+
+
+def _host_rounding(directory: Path, spec: DecoderSpec, config: ServeConfig) -> Rounding | str:
+    """Return how the host keeps the experts that it computes in place of the GPU, as a CPU's service keeps them.
+
+    Return the reason where it computes none. Raise ConfigError where `--expert-compute host` is impossible.
+    """
+    if config.expert_compute == "copy":
+        return "--expert-compute copy"
+    obstacle = None
+    if config.expert_quantization != "none":
+        obstacle = f"the host does not round experts as --expert-quantization {config.expert_quantization} does"
+    elif config.rebalance_interval:
+        obstacle = "with --rebalance-interval all experts are read from disk"
+    elif (absence := native_kernels_absence()) is not None:
+        obstacle = f"the host needs the compiled kernels. {absence.removesuffix('.')}"
+    if obstacle is None:
+        # Imported late: it needs packages that only a service has.
+        from moeserve.engine.memory_plan import rounding_of
+
+        dtype = "bfloat16" if config.dtype in ("auto", "bfloat16") else "float32"
+        return rounding_of(replace(config, device="cpu", dtype=dtype), spec, read_index(directory))
+    if config.expert_compute == "host":
+        raise ConfigError(f"--expert-compute host: {obstacle}.")
+    return obstacle
 
 
 class GpuBody:
@@ -212,6 +241,8 @@ class GpuBody:
             memory = group.collectives.agree_on_least(memory)
         kv, kv_bytes = kv_blocks(self._spec, self._dtype, settings, memory)
         runner = make_runner(decoder, kv, settings, self._configs, peers, tap, self._told)
+        if self.resident is not None:
+            self.resident.share()
         self._passed("kernels_and_graphs_s")
         if group is not None:
             weights_bytes = group.collectives.add_up(weights_bytes)

@@ -375,6 +375,8 @@ _COUNTERS: Mapping[str, tuple[str, ...]] = {
     "moeserve_expert_link_bytes": ("Bytes that a rank handed over for another, both ways", "from", "to"),
     "moeserve_expert_stall_seconds": ("Time that the computation waited for experts", "rank"),
     "moeserve_expert_misses": ("Experts that were not in memory when they were wanted", "rank"),
+    "moeserve_expert_computed_on_host": ("Of these, experts that a GPU's host computed where they lie", "rank"),
+    "moeserve_expert_host_seconds": ("Time that a GPU's host computed experts", "rank"),
     "moeserve_expert_hits": ("Experts that were in memory when they were wanted", "rank"),
     "moeserve_expert_evictions": ("Experts that left memory for others", "rank"),
     "moeserve_expert_demand_bytes": ("Bytes read because they were wanted at once", "rank"),

@@ -71,6 +71,10 @@ def test_a_gpu_with_few_slots_says_what_a_cpu_says_and_tells_what_its_gates_chos
         assert texts == expected
         told = on_gpu.http.get("/v1/experts").json()
         assert told["strategy"] == {"eviction": "lfru", "prefetch": {"source": "fitted", "is_on": True}}
+        # By default the CPU computes some of the experts that have no slot.
+        (compute,) = told["compute"]
+        assert compute["ms"].keys() == {"copy", "host_call", "host_expert"}
+        assert 0 <= compute["on_host"] <= told["residency"]["misses"][0]
         assert told["recording"]["tokens"] == num_computed
         assert sum(told["load"][0]) == pytest.approx(num_computed * told["top_k"], rel=0.01)
         assert [len(layer) for layer in told["residency"]["resident"][0]] == [4] * len(spec.moe_layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from moeserve.engine.experts.prefetch import start_prefetching
 from moeserve.engine.rank import ObservedRunner
 from moeserve.model.gpu.kernels import expert_storage
 from moeserve.model.gpu.model import GpuSettings, make_runner
+from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import DecoderSpec, silent
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan
 from tests.support.gpu_decoder import build_gpu_decoder
@@ -100,12 +102,17 @@ def open_experts(
     store: Path,
     quantization: str = "none",
     observers: Sequence[AnyObserver] = (),
+    compute: str = "copy",
+    host: Rounding = NO_ROUNDING,
 ) -> GpuResidentModel:
-    """Settings that pay for `num_slots` in each layer."""
+    """Settings that pay for `num_slots` in each layer. compute: `--expert-compute`; the model does not share yet. host:
+    how the host keeps experts that it computes."""
     storage = expert_storage(spec, DTYPE, quantization)
     size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE, storage).num_bytes)
     plan = plan_gpu_residency(spec, DTYPE, size, storage)
     assert plan is not None
     assert set(plan.slots.num_slots) == {num_slots}
     settings = GpuExpertSettings(size, host_bytes, "lru", store)
+    if compute != "copy":
+        settings = replace(settings, compute=compute, host=lambda: host)
     return open_gpu_experts(model_dir, plan, settings, device, MAX_TOKENS, silent, observers=observers)

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from experts.memory.residency import ExpertMemoryStats, ResidencyCounters
+from experts.memory.residency import ComputeCosts, ExpertMemoryStats, ResidencyCounters
 from experts.placement.placement import Placement, contiguous
 from experts.placement.rebalance import RebalanceStats
 from experts.routing.choices import RoutingShape, RoutingStatistics, StatisticsSpec
@@ -234,6 +234,25 @@ def test_recall_is_told_in_all_and_by_source_where_there_are_prefetches(tmp_path
     assert samples(operator.samples())["moeserve_expert_recalled_choices_total", "0", "affinity", "2"] == 9
     silent = ExpertMonitor(FACTS, None, ExpertSources(memory=lambda: [of_rank]), tmp_path)
     assert "recall" not in silent.command("experts", {})
+
+
+def test_experts_that_the_host_computes_are_told_with_the_times_that_decide_only_where_it_computes_any(tmp_path: Path):
+    counters = ResidencyCounters(num_misses=5, num_elsewhere=3)
+    costs = ComputeCosts(0.002, 0.0001, [(1, 0.0005), (64, 0.01)])
+    sharing = ExpertMemoryStats(counters, 0.5, 0.25, 0, [[0]], host_seconds=1.5, costs=costs)
+    operator = ExpertMonitor(FACTS, None, ExpertSources(memory=lambda: [sharing]), tmp_path)
+    assert operator.command("experts", {})["compute"] == [
+        {
+            "on_host": 3,
+            "host_seconds": 1.5,
+            "ms": {"copy": 2.0, "host_call": 0.1, "host_expert": {"1": 0.5, "64": 10.0}},
+        }
+    ]
+    assert samples(operator.samples())["moeserve_expert_computed_on_host_total", "0"] == 3
+    assert samples(operator.samples())["moeserve_expert_host_seconds_total", "0"] == 1.5
+    copying = ExpertMonitor(FACTS, None, ExpertSources(memory=lambda: [memory([[0]])]), tmp_path)
+    assert "compute" not in copying.command("experts", {})
+    assert not any("host" in name for name, *_ in samples(copying.samples()))
 
 
 def test_the_strategy_says_whether_prefetching_is_on():

@@ -19,6 +19,8 @@ from moeserve.config import ConfigError, ServeConfig, load_config
         ({"num_redundant_experts": 2}, "--num-redundant-experts", "--expert-parallel-size"),
         ({"expert_policy": "lru"}, "--expert-policy", "--expert-memory"),
         ({"expert_prefetch": "gate"}, "--expert-prefetch", "--expert-memory"),
+        ({"expert_compute": "host"}, "--expert-compute host", "--expert-memory"),
+        ({"expert_memory": 1 << 30, "expert_compute": "host"}, "--expert-compute host", "--device cuda"),
         ({"rebalance_threshold": 0.2, "expert_parallel_size": 2}, "--rebalance-threshold", "--rebalance-interval"),
         ({"enforce_eager": True}, "--enforce-eager", "--device cuda"),
         ({"expert_quantization": "fp8"}, "--expert-quantization", "--device cuda"),

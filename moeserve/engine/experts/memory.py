@@ -17,10 +17,17 @@ from experts.memory.slots import SlotArena
 from experts.memory.tiers import DiskTier, ExpertTier, PackingTier
 from experts.observer import AnyObserver
 from experts.placement.placement import Placement
-from kernels.packed_experts import ExpertLayout, LayerPackings, SplitExperts
+from kernels.packed_experts import ExpertLayout, LayerPackings
 from moeserve.config import ServeConfig
 from moeserve.engine.experts.kept import ExpertFileWriter, store_dir
-from moeserve.engine.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
+from moeserve.engine.experts.resident_model import (
+    ResidentModel,
+    SlotPlan,
+    empty_experts,
+    experts_of,
+    plan_slots,
+    resident_model,
+)
 from moeserve.engine.experts.settings import measured_load
 from moeserve.model.expert_store import ExpertFile, ExpertPacker, layouts_in_store, stored_experts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
@@ -94,7 +101,7 @@ def open_experts(
 
     def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
         return ResidentExperts(
-            memory, arena, number, _empty_experts(plan.layouts.layers[number], moe.num_experts), observers
+            memory, arena, number, empty_experts(plan.layouts.layers[number], moe.num_experts), observers
         )
 
     policy = config.expert_policy
@@ -156,11 +163,3 @@ class PackedMeanwhile:
 
     def _use_file(self) -> None:
         self._tier = DiskTier(self._file.path, self._file.source)
-
-
-def _empty_experts(layout: ExpertLayout, num_experts: int) -> SplitExperts:
-    """Return a layer without contents. Raise ModelError for a layout in which experts have no matrices of their own."""
-    experts = layout.experts(num_experts)
-    if not isinstance(experts, SplitExperts):
-        raise ModelError(f"--expert-memory does not work with experts kept as {layout.name}.")
-    return experts

@@ -87,7 +87,7 @@ class ExpertMonitor:
             ]
         if sources.memory is not None:
             ranks = sources.memory()
-            samples |= _memory_samples(ranks)
+            samples |= _memory_samples(ranks) | _host_samples(ranks)
             if sources.prefetches:
                 samples |= _prefetch_samples(ranks)
         if sources.rebalancing is not None:
@@ -137,6 +137,8 @@ class ExpertMonitor:
                 "late": [of_rank.counters.num_late for of_rank in ranks],
                 "misses": [of_rank.counters.num_misses for of_rank in ranks],
             }
+            if any(of_rank.costs is not None for of_rank in ranks):
+                described["compute"] = [_compute(of_rank) for of_rank in ranks]
             if sources.prefetches:
                 described["recall"] = [_recall(of_rank) for of_rank in ranks]
         if recording is not None:
@@ -222,6 +224,16 @@ def _memory_samples(ranks: Sequence[ExpertMemoryStats]) -> FeatureSamples:
     }
 
 
+def _host_samples(ranks: Sequence[ExpertMemoryStats]) -> FeatureSamples:
+    """Return metrics of experts that the host computes in place of a device, none where it computes none."""
+    if all(of_rank.costs is None for of_rank in ranks):
+        return {}
+    return {
+        "moeserve_expert_computed_on_host": _by_rank(of_rank.counters.num_elsewhere for of_rank in ranks),
+        "moeserve_expert_host_seconds": _by_rank(of_rank.host_seconds for of_rank in ranks),
+    }
+
+
 def _prefetch_samples(ranks: Sequence[ExpertMemoryStats]) -> FeatureSamples:
     """Return metrics of prefetching. The label `distance` counts layers from a prediction to the predicted one."""
     counters = [of_rank.counters for of_rank in ranks]
@@ -266,6 +278,26 @@ def _by_distance(ranks: Iterable[Sequence[int]]) -> list[list[str | int | float]
     return [
         [rank, distance, count] for rank, of_rank in enumerate(ranks) for distance, count in enumerate(of_rank, start=1)
     ]
+
+
+def _compute(stats: ExpertMemoryStats) -> dict[str, Any]:
+    """Return what the host has computed in place of a device, and the times in ms by which this is decided."""
+    costs = stats.costs
+    described: dict[str, Any] = {
+        "on_host": stats.counters.num_elsewhere,
+        "host_seconds": round(stats.host_seconds, 6),
+    }
+    if costs is not None:
+        described["ms"] = {
+            "copy": _in_ms(costs.copy),
+            "host_call": _in_ms(costs.call),
+            "host_expert": {str(rows): _in_ms(seconds) for rows, seconds in costs.by_rows},
+        }
+    return described
+
+
+def _in_ms(seconds: float) -> float:
+    return round(1000 * seconds, 4)
 
 
 def _recall(stats: ExpertMemoryStats) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from experts.memory.memory import ExpertMemory
 from experts.memory.residency import ResidencyControl, least_slots, share_slots
 from experts.memory.slots import Slots
 from experts.memory.tiers import ExpertTier
+from kernels.packed_experts import ExpertLayout, SplitExperts
 from moeserve.config import ConfigError
-from moeserve.model.spec import ModelSpec, MoeSpec
+from moeserve.model.spec import ModelError, ModelSpec, MoeSpec
 from moeserve.settings.quantities import show_size
 
 # Computes one layer's experts through its slots.
@@ -63,6 +64,14 @@ def experts_of(spec: ModelSpec) -> MoeSpec:
     return spec.moe
 
 
+def empty_experts(layout: ExpertLayout, num_experts: int) -> SplitExperts:
+    """Return a layer without contents. Raise ModelError for a layout in which experts have no matrices of their own."""
+    experts = layout.experts(num_experts)
+    if not isinstance(experts, SplitExperts):
+        raise ModelError(f"--expert-memory does not work with experts kept as {layout.name}.")
+    return experts
+
+
 def in_mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
@@ -72,7 +81,8 @@ class ResidentModel(Generic[Layer]):
     """The expert memory of a model and the layers that compute with it.
 
     layers: by their numbers in the model. tier, reads: for log lines, the place of the experts without a slot and the
-    way in which they are read.
+    way in which they are read. share: called once all kernels are compiled; from then on the host computes some experts
+    in place of a device, where it has them.
     """
 
     memory: ExpertMemory
@@ -82,6 +92,7 @@ class ResidentModel(Generic[Layer]):
     slots: SlotPlan
     tier: str
     reads: Mapping[str, str]
+    share: Callable[[], None] = lambda: None
 
     def dispatch_of(self, layer: int) -> Layer:
         return self.layers[layer]
