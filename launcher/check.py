@@ -26,17 +26,18 @@ if TYPE_CHECKING:
 
 _LIBRARIES = ("torch", "triton", "transformers")
 _NUM_VALUES = 4096  # of each message between ranks
+_RANKS = ("expert_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
 
 
 @click.command()
 @click.argument("model", required=False)
-@some_settings("device", "expert_parallel_size")
+@some_settings("device", *_RANKS)
 @click.pass_context
 def check(ctx: click.Context, /, model: str | None, **flags: Any) -> None:
     """Check what this machine computes, and print a report.
 
-    On the CPU, tiny models against recorded tokens; on a GPU, its kernels against their references too. With
-    --expert-parallel-size the messages between that number of ranks, which torchrun starts here. With MODEL first what
+    On the CPU, tiny models against recorded tokens; on a GPU, its kernels against their references too. With sizes of
+    `moeserve serve` the messages between that number of ranks, which torchrun starts here. With MODEL first what
     `moeserve doctor` says of it. Exit code 1 if a check fails or MODEL cannot be served.
 
     On several machines torchrun starts the ranks: `torchrun --nnodes ... -m launcher.check` checks their messages.
@@ -44,13 +45,13 @@ def check(ctx: click.Context, /, model: str | None, **flags: Any) -> None:
     rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if num_ranks > 1:
         sys.exit(_report(_collectives(rank, num_ranks), rank, f"rank {rank}: "))
-    if model is not None:
-        ctx.invoke(doctor, model=model, **flags)
-        click.echo()
     try:
-        num_wanted = load_config(flags, {}).expert_parallel_size
+        num_wanted = load_config(flags, os.environ).num_ranks
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
+    if model is not None:
+        ctx.invoke(doctor, model=model, device=flags["device"], expert_parallel_size=flags["expert_parallel_size"])
+        click.echo()
     code = _report(_alone(), 0, "")
     if num_wanted > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_wanted)]

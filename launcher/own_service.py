@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from threading import Thread
+from threading import Event, Thread
 from typing import TextIO
 
 from moeserve.bench.client import Endpoint, ExchangeError, Response, exchange
@@ -43,7 +43,8 @@ def own_service(settings: Sequence[str]) -> Iterator[str]:
     heard = None if sys.stderr is not None and sys.stderr.isatty() else subprocess.PIPE
     service = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=heard, text=True, start_new_session=True)
     errors: list[str] = []
-    listener = Thread(target=_pass_on, args=(service.stderr, errors), daemon=True)
+    started = Event()
+    listener = Thread(target=_pass_on, args=(service.stderr, errors, started), daemon=True)
     listener.start()
     try:
         assert service.stdout is not None
@@ -53,6 +54,7 @@ def own_service(settings: Sequence[str]) -> Iterator[str]:
             listener.join(_END_S)
             why = errors[-1] if errors else "it says above why."
             raise ServiceNotStarted(f"The service did not start (exit code {code}): {why}")
+        started.set()
         yield found[1]
     finally:
         service.terminate()
@@ -63,12 +65,13 @@ def own_service(settings: Sequence[str]) -> Iterator[str]:
             service.wait()
 
 
-def _pass_on(stream: TextIO | None, errors: list[str]) -> None:
-    """Write what a service says on its standard error to this process's; add its errors to `errors`."""
+def _pass_on(stream: TextIO | None, errors: list[str], started: Event) -> None:
+    """Write what a service says on its standard error to this process's, but add its errors to `errors` until it has
+    started: they are the reason that is raised."""
     for line in stream or ():
-        if line.startswith(_ERROR):
+        if line.startswith(_ERROR) and not started.is_set():
             errors.append(line.removeprefix(_ERROR).strip())
-        if sys.stderr is not None:
+        elif sys.stderr is not None:
             with suppress(OSError, ValueError):
                 sys.stderr.write(line)
 

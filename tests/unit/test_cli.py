@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,21 +95,6 @@ def test_a_wrong_setting_is_one_sentence_and_exit_code_two(arguments, environmen
     assert result.returncode == 2
     assert sentence in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
-
-
-def test_a_taken_port_is_one_sentence_and_exit_code_one():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        result = moeserve("serve", "--port", str(port))
-    assert result.returncode == 1
-    assert f"Port {port} on 127.0.0.1 is taken" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-
-
-def test_an_unknown_model_directory_is_one_sentence(tmp_path):
-    result = moeserve("serve", "--port", "0", str(tmp_path / "none"))
-    assert result.returncode == 1
-    assert f"There is no folder {tmp_path / 'none'}" in result.stderr
 
 
 def test_listening_beyond_loopback_without_a_key_is_warned_about(tmp_path):
