@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -18,6 +18,7 @@ from benchmarks.gpu import gpu_state
 from benchmarks.gpu_serve.lab import Lab
 from benchmarks.gpu_serve.run import Row, Stage
 from benchmarks.gpu_serve.service import NAME, ROOT, Service
+from launcher.preflight import gpu_names
 from moeserve.engine.gpu_check.models import CONFIGS
 
 _PROMPTS = ("The capital of France", "0 1 2 3 4 5 6 7 8 9", "def main():", "Once upon a time there was a")
@@ -81,21 +82,26 @@ def first_light(lab: Lab) -> Iterator[Row]:
     """Requests of all kinds to tiny models: a GPU answers what the CPU does."""
     models = {"tiny": lab.scale.model} if lab.scale.interpret else CONFIGS
     tokens = 2 if lab.scale.interpret else 16
-    limits = ("--dtype", "float32", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "128")
     for name, sizes in models.items():
-        config = {**sizes, "vocab_size": 320, "max_position_embeddings": 128}
-        told: dict[str, list[Any]] = {}
-        for device in ("cpu", "cuda"):
-            blocks = ("--block-size", "16", "--kv-cache-memory", "4MiB")
-            service = lab.serve(name, config, "--device", device, *limits, *blocks)
-            told[device] = _asked(service, tokens)
-            code = service.stop()
-            if code:
-                raise RuntimeError(f"{device}: exit code {code} after SIGTERM: {service.log_end()}")
-        for asked, (of_cpu, of_gpu) in zip(_ASKED, zip(told["cpu"], told["cuda"], strict=True), strict=True):
-            if of_cpu != of_gpu:
-                raise AssertionError(f"{name}, {asked}: {of_gpu!r} instead of {of_cpu!r}")
-            yield f"{name}, {asked}", "as on the CPU"
+        yield from _as_on_a_cpu(lab, name, sizes, tokens)
+
+
+def _as_on_a_cpu(lab: Lab, name: str, sizes: Mapping[str, Any], tokens: int, *settings: str) -> Iterator[Row]:
+    """Ask a tiny model on a CPU and on a GPU the same, and compare the answers."""
+    limits = ("--dtype", "float32", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "128")
+    config = {**sizes, "vocab_size": 320, "max_position_embeddings": 128}
+    told: dict[str, list[Any]] = {}
+    for device in ("cpu", "cuda"):
+        blocks = ("--block-size", "16", "--kv-cache-memory", "4MiB")
+        service = lab.serve(name, config, "--device", device, *limits, *blocks, *settings)
+        told[device] = _asked(service, tokens)
+        code = service.stop()
+        if code:
+            raise RuntimeError(f"{device}: exit code {code} after SIGTERM: {service.log_end()}")
+    for asked, (of_cpu, of_gpu) in zip(_ASKED, zip(told["cpu"], told["cuda"], strict=True), strict=True):
+        if of_cpu != of_gpu:
+            raise AssertionError(f"{name}, {asked}: {of_gpu!r} instead of {of_cpu!r}")
+        yield f"{name}, {asked}", "as on the CPU"
 
 
 _ASKED = ("greedy, together", "drawn by a seed", "JSON by a schema", "two choices", "cached tokens", "left stream ends")
@@ -259,6 +265,24 @@ def nccl(lab: Lab) -> Iterator[Row]:
             yield "NCCL", line
 
 
+def several(lab: Lab) -> Iterator[Row]:
+    """Experts over the GPUs of a machine: a tiny model on two, then the large one on all that share its experts."""
+    num_gpus = 1 if lab.scale.interpret else len(gpu_names())
+    if num_gpus == 1:
+        yield "GPUs", "one: nothing to share"
+        return
+    yield from _as_on_a_cpu(lab, "tiny-on-two", CONFIGS["qwen3_moe"], 16, "--expert-parallel-size", "2")
+    num_ranks = 1 << (num_gpus.bit_length() - 1)
+    of_all = ("--expert-parallel-size", str(num_ranks))
+    service = lab.serve("large", lab.scale.model, "--device", "cuda", *lab.scale.settings, *of_all)
+    yield f"{num_ranks} ranks", f"ready after {service.startup_s:.1f} s"
+    for number in lab.scale.streams:
+        texts, began = [f"{_PROMPTS[place % len(_PROMPTS)]} {place}" for place in range(number)], time.monotonic()
+        service.together(texts, lab.scale.tokens)
+        rate = number * lab.scale.tokens / (time.monotonic() - began)
+        yield f"{number} requests", f"{rate:.0f} tokens/s, with prompts"
+
+
 def _python(lab: Lab, *arguments: str) -> str:
     """Run a child and return what it prints. Raise RuntimeError with what it complains about."""
     command = [sys.executable, *arguments]
@@ -282,4 +306,5 @@ STAGES = (
     Stage("expert-memory", 60, expert_memory),
     Stage("kv-on-host", 30, kv_on_host),
     Stage("nccl", 12, nccl),
+    Stage("several", 120, several),
 )

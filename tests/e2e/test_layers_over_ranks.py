@@ -142,6 +142,30 @@ def test_a_killed_rank_is_a_pause_and_no_whole_start(model: Path, tmp_path_facto
         assert running.leaves_nothing()
 
 
+@pytest.mark.parametrize(
+    ("num_batches", "num_kills"), [(8, 2), pytest.param(1000, 40, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+)
+def test_random_batches_between_kills_have_the_answers_of_one_rank(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, num_batches: int, num_kills: int
+) -> None:
+    """With cached prefixes, in memory and on disk, drafts, grammars, and little memory, so that requests are
+    preempted."""
+    random = Random(num_batches)
+    with service(model, tmp_path_factory.mktemp("one"), *PATIENT) as one:
+        expected = [ask(one, body)[0] for body in bodies()]
+    settings = ("--speculative-config", "suffix", "--kv-cache-memory", "100KiB", "--max-model-len", "160")
+    disk = ("--kv-disk-path", str(tmp_path_factory.mktemp("kv")), "--max-num-seqs", "4")
+    killing = set(random.sample(range(num_batches), num_kills))
+    with service(model, tmp_path_factory.mktemp("two"), *TWO, *settings, *disk) as two, ThreadPoolExecutor(6) as pool:
+        for batch in range(num_batches):
+            places = random.sample(range(len(expected)), random.randint(1, 6))
+            found = [pool.submit(ask, two, bodies()[place]) for place in places]
+            copy = pid_of(two, f"rank {random.randint(0, 1)}")
+            if batch in killing and copy is not None:
+                os.kill(copy, signal.SIGKILL)
+            assert [one.result()[0] for one in found] == [expected[place] for place in places]
+
+
 @pytest.fixture
 def watched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(model, tmp_path_factory.mktemp("s"), *WATCHED) as started:
@@ -163,6 +187,22 @@ def test_a_stopped_rank_is_found_out_and_named(watched: Service, rank: int, is_b
     assert f"Rank {rank}" in said, said
     assert "hung" in said
     assert watched.leaves_nothing()
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
+def test_a_stopped_rank_is_named_though_the_other_rank_of_its_stage_waits_for_it(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, rank: int
+) -> None:
+    with service(model, tmp_path_factory.mktemp("s"), *WATCHED, "--expert-parallel-size", "2") as running:
+        stopped = pid_of(running, f"rank {rank}")
+        assert stopped is not None
+        events = running.stream(max_tokens=MAX_POSITION // 2)
+        next(events)
+        os.kill(stopped, signal.SIGSTOP)
+        assert "error" in list(events)[-1]
+        assert running.end() == 1
+        assert f"Rank {rank} (process {stopped})" in running.errors.read_text()
+        assert running.leaves_nothing()
 
 
 def test_a_request_that_is_aborted_on_the_way_leaves_no_block_behind(watched: Service) -> None:
