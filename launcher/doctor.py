@@ -22,6 +22,7 @@ from launcher.kv_disk import without_none
 from launcher.preflight import gpu_names, usable_cores
 from launcher.server_client import named_server_option
 from launcher.settings_options import some_settings
+from launcher.socket_ranks import rank_per_node
 from moeserve.config import ConfigError, ServeConfig, cache_root, environment_name, load_config
 from moeserve.device import RESERVE_BYTES
 from moeserve.engine.gpu_check.checked import Checked
@@ -32,12 +33,15 @@ from moeserve.settings.quantities import parse_size, show_size
 if TYPE_CHECKING:
     from moeserve.engine.doctor import KnownModel, Setup
     from moeserve.engine.gguf_choice import FileChoice
+    from moeserve.engine.model_ways import ModelWays
     from moeserve.machine import Machine
 
 _SETTINGS = (
     "revision",
     "offline",
     "device",
+    "pipeline_parallel_size",
+    "layers_per_rank",
     "expert_parallel_size",
     "tensor_parallel_size",
     "dtype",
@@ -77,7 +81,7 @@ _OF_EXPERT_MEMORY = "How often tokens choose experts that are not in memory, and
 @click.argument("model", required=False)
 @named_server_option
 @click.option("--api-key", envvar="MOESERVE_API_KEY", help="Key of that service, of role metrics or admin.")
-@click.option("--gpus", metavar="NxNAME", help="Plan for GPUs that are elsewhere, as 8xH100-80G.")
+@click.option("--gpus", metavar="NxNAME", help="Plan for GPUs that are elsewhere, as 8xH100-80G or 4x24GB.")
 @click.option("--memory", metavar="SIZE", help="Plan for a machine that has this free memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
 @click.option(
@@ -170,8 +174,8 @@ def _reader(config: ServeConfig, gpus: str | None, memory: str | None) -> Callab
     changes: dict[str, Any] = {}
     if gpus is not None:
         changes["gpus"] = found = parse_gpus(gpus)
-        if config.expert_parallel_size > len(found):
-            raise ConfigError(f"--expert-parallel-size {config.expert_parallel_size} needs as many --gpus.")
+        if config.num_ranks > len(found):
+            raise ConfigError(f"{config.num_ranks} ranks need as many --gpus.")
     try:
         if memory is not None:
             changes["free_bytes"] = changes["memory_bytes"] = parse_size(memory)
@@ -200,18 +204,27 @@ def _report(model: str | None, config: ServeConfig, on_gpu: ServeConfig, read: C
     if model is None:
         return _Report(None, read(), [])
     # The model first: its faults are reported at once.
-    from moeserve.engine.doctor import examine, least_memory, rounded_setups, setups_of
+    from moeserve.engine.doctor import NativeModel, examine, least_memory, rounded_setups, setups_of
     from moeserve.model.source import resolve_config
 
-    known = examine(resolve_config(model, revision=config.revision, offline=config.offline))
-    machine = read()
+    folder = resolve_config(model, revision=config.revision, offline=config.offline)
+    known, machine = examine(folder), read()
     config, on_gpu = (replace(each, revision=None, offline=False) for each in (config, on_gpu))
-    setups = [one for one in setups_of(known, machine, config, on_gpu) if config.device in ("auto", one.device)]
+    setups: list[Setup] = []
+    if config.device == "auto" and (on_nodes := rank_per_node(config, folder, machine.num_nodes)) is not config:
+        # What a start takes.
+        setups = [one for one in setups_of(known, machine, on_nodes)[:1] if one.obstacle is None]
+    setups += [one for one in setups_of(known, machine, config, on_gpu) if config.device in ("auto", one.device)]
     fits = any(setup.obstacle is None for setup in setups)
+    ways = None
+    if isinstance(known, NativeModel):
+        from moeserve.engine.model_ways import ways_here
+
+        ways = ways_here(known, machine, config)
     if config.device == "cuda":
-        return _Report(known, machine, setups)
+        return _Report(known, machine, setups, ways=ways)
     least = None if fits else least_memory(known, machine, config)
-    return _Report(known, machine, setups, least, rounded_setups(known, machine, config))
+    return _Report(known, machine, setups, least, rounded_setups(known, machine, config), ways)
 
 
 class _FilesReport:
@@ -259,7 +272,7 @@ class _Report:
     """A report on model, machine and setups, as text or as JSON.
 
     model: None for the machine alone. least: the bytes of free memory that would do, and the setup that fits then,
-    where nothing fits here. rounded: the ways that fit with weights of fewer bits.
+    where nothing fits here. rounded: the ways that fit with weights of fewer bits. ways: of several ranks.
     """
 
     def __init__(
@@ -269,9 +282,10 @@ class _Report:
         setups: list[Setup],
         least: tuple[int, Setup] | None = None,
         rounded: list[Setup] | None = None,
+        ways: ModelWays | None = None,
     ) -> None:
         self._model, self._machine, self._setups, self._least = model, machine, setups, least
-        self._rounded = rounded or []
+        self._rounded, self._ways = rounded or [], ways
 
     def as_json(self) -> dict[str, Any]:
         """Return the facts of the text, sizes in bytes."""
@@ -294,6 +308,7 @@ class _Report:
             "machine": machine,
             "setups": [asdict(setup) for setup in self._setups],
             "rounded": [asdict(setup) for setup in self._rounded],
+            "ways": None if self._ways is None else asdict(self._ways),
             "least": None if self._least is None else {"free_bytes": self._least[0], "setup": asdict(self._least[1])},
             "unknown": self._unknown(),
         }
@@ -318,6 +333,9 @@ class _Report:
             yield ""
             name = " ".join(("moeserve serve MODEL", *setup.flags))
             yield f"  A machine with {show_size(num_bytes)} of free memory serves it: {name}"
+        if self._ways is not None:
+            yield ""
+            yield from _ways_lines(self._ways)
         yield ""
         yield "Not known:"
         yield from (f"  {sentence}" for sentence in self._unknown())
@@ -382,7 +400,7 @@ def _machine_lines(machine: Machine) -> Iterator[str]:
     speed = "" if machine.bandwidth is None else f", copied at {machine.bandwidth / 1e9:.1f} GB/s"
     yield f"  memory      {show_size(machine.free_bytes)} free of {show_size(machine.memory_bytes)}{speed}"
     if machine.num_nodes > 1:
-        yield f"  NUMA nodes  {machine.num_nodes}: with --pipeline-parallel-size {machine.num_nodes} each has a rank"
+        yield f"  NUMA nodes  {machine.num_nodes}: a start puts a rank on each, where ranks can share the layers"
     for gpu in machine.gpus:
         speed = "" if gpu.bandwidth is None else f", copied at {gpu.bandwidth / 1e9:.0f} GB/s"
         obstacle = "" if gpu.obstacle is None else f"; cannot be used: {gpu.obstacle}"
@@ -435,6 +453,23 @@ def _setup_lines(setup: Setup, longest: int) -> Iterator[str]:
         yield f"    disk      {_said_of_kv_disk(setup)}"
     if setup.tokens_per_second is not None:
         yield f"    speed     at most {setup.tokens_per_second:,.1f} tokens/s for one request, as memory is read"
+
+
+def _ways_lines(ways: ModelWays) -> Iterator[str]:
+    from moeserve.engine.model_ways import MANY
+    from moeserve.engine.ways import advised
+
+    yield f"On {ways.num_ranks} ranks, each on a {ways.what}, over {ways.link.name}, as a cost model has it:"
+    yield f"  {'':<54} {'weights of a rank':>17} {'tokens/s of 1 request':>22} {f'of {MANY}':>8}"
+    for one in ways.estimates:
+        speeds = f"{one.one:>22,.0f} {one.many:>8,.0f}" if one.fits else f"{'does not fit':>22}"
+        yield f"  {' '.join(one.way.flags):<54} {show_size(one.rank_bytes):>17} {speeds}"
+    if (taken := advised(ways.estimates)) is None:
+        return
+    for who, one in zip(("one request", "many"), taken, strict=True):
+        yield f"  For {who} take {' '.join(one.way.flags)}"
+    if ways.what != "NUMA node":
+        yield "  On GPUs moeserve has only experts over ranks so far; the others are for CPUs."
 
 
 def _said_of_kv_disk(setup: Setup) -> str:

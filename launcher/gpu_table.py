@@ -23,13 +23,26 @@ def all_gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Return the GPUs of `8xH100-80G` or `L4-24G`. Raise ConfigError, which names those of the table."""
+    """Return the GPUs of `8xH100-80G`, `L4-24G` or `4x24GB`. Raise ConfigError, which names those of the table."""
     table = _table()
     found = re.fullmatch(r"(?:(\d{1,4})x)?(.+)", text.strip(), re.IGNORECASE)
-    name = None if found is None else next((name for name in table if name.lower() == found[2].lower()), None)
+    name = None if found is None else _named(found[2].lower(), table)
     if found is None or name is None or found[1] == "0":
-        raise ConfigError(f"--gpus {text} is not NUMBERxNAME, as 8xH100-80G; names are {', '.join(table)}.")
+        raise ConfigError(
+            f"--gpus {text} is not NUMBERxNAME or NUMBERxMEMORY, as 8xH100-80G and 4x24GB; names are "
+            f"{', '.join(table)}."
+        )
     return (_gpu(name, table[name]),) * int(found[1] or 1)
+
+
+def _named(wanted: str, table: dict[str, dict[str, Any]]) -> str | None:
+    """Return the name of a card of the table. Of those with a memory, `24gb`, it is the middle one by bandwidth."""
+    if (name := next((name for name in table if name.lower() == wanted), None)) is not None:
+        return name
+    ending = f"-{wanted.removesuffix('b')}"
+    alike = [name for name in table if name.lower().endswith(ending)]
+    alike.sort(key=lambda name: table[name]["gigabytes_per_second"])
+    return alike[(len(alike) - 1) // 2] if alike else None
 
 
 def _table() -> dict[str, dict[str, Any]]:

@@ -43,9 +43,11 @@ from launcher.response_store import response_store
 from launcher.run_directory import make_context, run_directory
 from launcher.running import write_record
 from launcher.settings_options import ServeCommand, settings_options
+from launcher.socket_ranks import rank_per_node
 from launcher.supervisor import UNENDING, Listeners, Supervisor, handled_signals
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.engine.ranks.messages import RankError
+from moeserve.machine import num_usable_nodes, numa_nodes
 from moeserve.model.demo import demo_named
 from moeserve.model.spec import ModelError
 from moeserve.run_context import RunContext
@@ -121,6 +123,8 @@ def run_first_node(
             check_shares(model_dir, config)
             if config.device == "auto" and on_gpu is not None:
                 config = _on_chosen_device(config, on_gpu, model_dir, progress, errors)
+            if config.device == "auto" and on_gpu is not None:
+                config = _on_each_node(config, model_dir, errors)
         if not config.num_frontends:
             config = replace(config, num_frontends=frontends_for(usable_cores(), config.max_num_seqs))
         with run_directory(os.environ) as directory, closing(progress), ExitStack() as stack:
@@ -145,6 +149,16 @@ def _on_chosen_device(
     if choice.sentence:
         say(errors, "Notice", choice.sentence)
     return config if choice.device == "cpu" else of_gpu
+
+
+def _on_each_node(config: ServeConfig, folder: Path, errors: Console) -> ServeConfig:
+    """Return the settings for a rank on each NUMA node of this machine, if there are several."""
+    found = rank_per_node(config, folder, num_usable_nodes(numa_nodes()))
+    if found is not config:
+        count = found.num_ranks
+        sentence = f"This machine has {count} NUMA nodes: a rank on each has a part of the layers"
+        say(errors, "Notice", f"{sentence} (--pipeline-parallel-size {count}); --device cpu starts a single rank.")
+    return found
 
 
 def _run_other_node(config: ServeConfig, errors: Console) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +74,7 @@ def read_machine(cores: int) -> Machine:
         free_bytes,
         _bandwidth_of_memory(cores) if free_bytes > 4 * _COPIED_BYTES else None,
         find_gpus(),
-        max(1, sum(not os.sched_getaffinity(0).isdisjoint(node) for node in numa_nodes())),
+        num_usable_nodes(numa_nodes()),
     )
 
 
@@ -81,6 +82,11 @@ def numa_nodes(folder: Path = _NUMA_NODES) -> list[list[int]]:
     """Return the cores of each NUMA node that has some, by the nodes' numbers; nothing where Linux does not tell."""
     nodes = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name.removeprefix("node")))
     return [cores for file in nodes if (cores := _cores_in(file.read_text()))]
+
+
+def num_usable_nodes(nodes: Sequence[Sequence[int]]) -> int:
+    """Return how many NUMA nodes have cores that this process may use. nodes: their cores."""
+    return max(1, sum(not os.sched_getaffinity(0).isdisjoint(node) for node in nodes))
 
 
 def _cores_in(text: str) -> list[int]:

@@ -29,6 +29,7 @@ from moeserve.device import (
     share_kv,
     step_budget,
 )
+from moeserve.engine.experts.settings import equal_placement
 from moeserve.engine.kv_disk.files import disk_root, why_unusable
 from moeserve.engine.memory_plan import (
     ModelPlan,
@@ -46,7 +47,7 @@ from moeserve.engine.memory_plan import (
     share_memory,
     weights_bytes,
 )
-from moeserve.engine.ranks.settings import check_tensor
+from moeserve.engine.ranks.settings import check_pipeline, check_tensor
 from moeserve.machine import Gpu, Machine
 from moeserve.model.checkpoint import has_weights, loaded_bytes, plan_weights, read_index
 from moeserve.model.expert_store import layouts_of, native_layouts
@@ -335,6 +336,7 @@ def _refusal(config: ServeConfig, model: KnownModel) -> Setup | None:
             is_native = isinstance(model, NativeModel)
             refuse_gpu_settings(config, "--device cuda" if is_native else "a model on our own code, with --device cuda")
         check_kv_tiers(config, config.device)
+        check_pipeline(config)
         check_tensor(config)
     except ConfigError as error:
         obstacle = str(error)
@@ -381,7 +383,7 @@ def _on_cpu(model: NativeModel, machine: Machine, config: ServeConfig) -> Iterat
     if setup.obstacle is not None and config.dtype == "auto" and 2 * weights_bytes(spec, torch.bfloat16, index) <= wide:
         setup = _cpu_setup(model, machine, replace(config, dtype="bfloat16"))
         yield setup
-    shares_layers = config.tensor_parallel_size > 1
+    shares_layers = config.num_ranks > config.expert_parallel_size
     if setup.obstacle is not None and spec.moe is not None and config.expert_memory is None and not shares_layers:
         dtype = native_dtype(config, "cpu")
         try:
@@ -399,13 +401,14 @@ def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Set
     spec, dtype, flags = model.spec, native_dtype(config, "cpu"), _flags_of(config)
     try:
         check_expert_store(config, spec, "cpu")
-        plan = plan_on_cpu(spec, dtype, model.index, config, machine.free_bytes)
+        placement = equal_placement(spec, config)
+        plan = plan_on_cpu(spec, dtype, model.index, config, machine.free_bytes, placement)
     except (ModelError, ConfigError) as error:
         return Setup("cpu", flags, str(error))
     resident = speed = None
     if plan.residency is not None:
         resident = min(plan.residency.slots.num_slots)
-    elif machine.bandwidth is not None:
+    elif machine.bandwidth is not None and config.num_ranks == 1:
         others = weights_bytes(spec, dtype, model.index, [no_experts], plan.rounding)
         narrow = keeps_narrow(dtype)
         speed = machine.bandwidth / _read_per_token(

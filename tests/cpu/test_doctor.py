@@ -231,7 +231,19 @@ def test_numa_nodes_are_told_with_the_ranks_that_would_keep_to_them(
 ) -> None:
     assert "NUMA" not in ask(qwen3).stdout
     monkeypatch.setattr(moeserve.machine, "read_machine", lambda _: replace(MACHINE, num_nodes=2))
-    assert "  NUMA nodes  2: with --pipeline-parallel-size 2 each has a rank\n" in ask(qwen3).stdout
+    said = ask(qwen3).stdout
+    assert "  NUMA nodes  2: a start puts a rank on each, where ranks can share the layers\n" in said
+    assert "On 2 ranks, each on a NUMA node, over gloo within a machine" in said
+    assert "--pipeline-parallel-size" not in ask(qwen3, "--device", "cpu", "--dtype", "float32").stdout.split("On 2")[0]
+
+
+def test_doctor_plans_the_ranks_that_a_start_puts_on_numa_nodes(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(MACHINE, num_nodes=2, free_bytes=128 * GIB)
+    monkeypatch.setattr(moeserve.machine, "read_machine", lambda _: machine)
+    first, second, *_ = json.loads(ask(qwen3, "--json").stdout)["setups"]
+    assert first["flags"] == ["--pipeline-parallel-size", "2"]
+    assert second["flags"] == []
+    assert first["kv_tokens"] > 0
 
 
 def test_where_nothing_fits_the_least_memory_that_would_do_is_told(
@@ -496,12 +508,37 @@ def test_gpus_that_are_elsewhere_are_planned_by_their_table(qwen3: Path) -> None
     assert "moeserve serve MODEL: " not in said
 
 
+def test_cards_are_named_by_their_memory_and_ways_to_share_a_model_are_compared(qwen3: Path) -> None:
+    said = ask(qwen3, "--gpus", "4x24GB", "--pipeline-parallel-size", "4").output
+    assert said.count("GPU         A10-24G") == 4
+    assert "--pipeline-parallel-size is for CPUs so far" in said
+    assert "On 4 ranks, each on a A10-24G, over PCIe" in said
+    for flags in ("--pipeline-parallel-size 4", "--expert-parallel-size 4", "--tensor-parallel-size 4"):
+        assert f"\n  {flags} " in said
+    assert "For one request take --" in said
+    assert "On GPUs moeserve has only experts over ranks so far" in said
+
+
+def test_ranks_that_share_layers_or_each_layer_are_planned_on_a_cpu(qwen3: Path) -> None:
+    for flags in (
+        ("--pipeline-parallel-size", "2"),
+        ("--tensor-parallel-size", "2"),
+        ("--pipeline-parallel-size", "2", "--expert-parallel-size", "2"),
+    ):
+        (setup,) = json.loads(ask(qwen3, "--device", "cpu", "--memory", "256GiB", *flags, "--json").stdout)["setups"]
+        assert setup["obstacle"] is None
+        assert tuple(setup["flags"]) == flags
+    refused = ask(qwen3, "--device", "cpu", "--pipeline-parallel-size", "2", "--expert-memory", "9GiB").output
+    assert "--expert-memory does not go together with --pipeline-parallel-size" in refused
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (("--gpus", "4x25GB"), "is not NUMBERxNAME or NUMBERxMEMORY"),
         (("--gpus", "8xH1000"), "names are A10-24G"),
         (("--gpus", "0xL4-24G"), "is not NUMBERxNAME"),
-        (("--gpus", "4xL4-24G", "--expert-parallel-size", "8"), "--expert-parallel-size 8 needs as many --gpus"),
+        (("--gpus", "4xL4-24G", "--expert-parallel-size", "8"), "8 ranks need as many --gpus"),
         (("--memory", "much"), "--memory"),
     ],
 )

@@ -6,7 +6,7 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from experts.placement.placement import Placement, PlacementError
+from experts.placement.placement import Placement, PlacementError, contiguous
 from experts.placement.search import LEARNT, choose_placement
 from experts.routing.choices import RoutingStatistics
 from experts.routing.files import StatisticsError, TornStatisticsError, load_statistics, model_key
@@ -43,6 +43,20 @@ def plan_placement(directory: Path, spec: ModelSpec, config: ServeConfig) -> Pla
             num_groups=spec.moe.gate.num_groups,
             statistics=read_statistics(directory, config),
         )
+    except PlacementError as error:
+        raise ConfigError(str(error)) from None
+
+
+def equal_placement(spec: ModelSpec, config: ServeConfig) -> Placement | None:
+    """Return a placement of the experts in their order, which takes what any takes; None for ranks that share none.
+
+    Raise ConfigError if they cannot be shared equally.
+    """
+    num_ranks = config.expert_parallel_size * config.tensor_parallel_size
+    if num_ranks == 1 or spec.moe is None:
+        return None
+    try:
+        return contiguous(len(spec.moe_layers), spec.moe.num_experts, num_ranks)
     except PlacementError as error:
         raise ConfigError(str(error)) from None
 

@@ -1,0 +1,33 @@
+"""What `--device auto` starts on a CPU with several NUMA nodes: a rank on each, which share the layers.
+
+A single process reads half of its weights across the link between two sockets. Ranks keep to the cores of their nodes
+(`moeserve.engine.ranks.cores`), and so to their memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.engine.ranks.settings import check_pipeline
+from moeserve.model.families import build_spec, is_native, load_config, read_model_type
+from moeserve.model.spec import ModelError
+
+
+def rank_per_node(config: ServeConfig, folder: Path, num_nodes: int) -> ServeConfig:
+    """Return settings with a rank on each NUMA node, or `config` where a single process is to serve.
+
+    So it is where settings name ranks, cores or threads, or what ranks that share layers cannot do, and for models
+    whose layers are not shared.
+    """
+    if num_nodes < 2 or config.num_ranks > 1 or config.nnodes > 1 or config.threads or not config.bind_cores:
+        return config
+    shared = replace(config, pipeline_parallel_size=num_nodes)
+    try:
+        check_pipeline(shared)
+        if not is_native(read_model_type(folder), config.model_impl):
+            return config
+        return shared if build_spec(load_config(folder)).num_layers >= num_nodes else config
+    except (ConfigError, ModelError):
+        return config
