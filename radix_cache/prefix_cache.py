@@ -178,11 +178,6 @@ class PrefixCache:
         return len(self._duplicates)
 
     @property
-    def num_in_copy(self) -> int:
-        """The number of blocks that neither the tree nor a lease holds any more, but a copy down or up."""
-        return self.copies.num_in_copy
-
-    @property
     def num_copied(self) -> int:
         """The number of blocks, window blocks and snapshots that are being copied, held by a lease or not."""
         return self.copies.num_copied + sum([need.num_lent for need in self._needs])
@@ -191,11 +186,6 @@ class PrefixCache:
     def lower(self) -> StoredTree | None:
         """The blocks in the lower tier; None without one."""
         return self._lower
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        """True if blocks are shared and kept (`caching`)."""
-        return self._caching
 
     def match(
         self, tokens: array[int], namespace: str = "", *, use_cache: bool = True, names: list[bytes] | None = None
@@ -465,7 +455,7 @@ class PrefixCache:
 
     def check_counts(self) -> None:
         """Raise InvariantError unless free + cached + leased + duplicates + in copy = all blocks. O(1)."""
-        total = self.num_free + self.num_cached + self.num_leased + self.num_duplicates + self.num_in_copy
+        total = self.num_free + self.num_cached + self.num_leased + self.num_duplicates + self.copies.num_in_copy
         require(total == self.num_blocks, f"{total} of {self.num_blocks} blocks accounted for")
         for need in self._needs:
             need.check_counts(self._duplicates)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -73,13 +72,12 @@ class Commands:
     def __init__(
         self,
         cache_commands: CacheCommands,
-        experts: ExpertMonitor | None,
-        answer: Callable[[bytes, ControlResult], None],
+        experts: ExpertMonitor | None = None,
     ) -> None:
-        """experts: None for a model without experts. answer: called once for each command, with its sender."""
+        """experts: None for a model without experts."""
         self._cache_commands = cache_commands
         self._experts = experts
-        self._answer = answer
+        self._answers: list[tuple[bytes, ControlResult]] = []
         self._queue: CommandQueue[_Command] = CommandQueue()
         self._writer = FileWriter()
 
@@ -95,7 +93,14 @@ class Commands:
     def add(self, sender: bytes, control: Control) -> None:
         """Queue a command, or refuse it at once if its key has too many."""
         if not self._queue.put(control.tenant, _Command(sender, control)):
-            self._answer(sender, ControlResult(control.control_id, {}, "too many commands wait", is_refused=True))
+            self._answers.append(
+                (sender, ControlResult(control.control_id, {}, "too many commands wait", is_refused=True))
+            )
+
+    def take_answers(self) -> list[tuple[bytes, ControlResult]]:
+        """Return the answers since the last call, one for each command, with its sender."""
+        answers, self._answers = self._answers, []
+        return answers
 
     def advance(self) -> None:
         """Do one slice of one command, and answer for a file that has been written."""
@@ -111,7 +116,7 @@ class Commands:
             done, answer = True, ControlResult(command.control.control_id, {}, str(error))
         self._queue.end_turn(done=done)
         if answer is not None:
-            self._answer(command.sender, answer)
+            self._answers.append((command.sender, answer))
 
     def close(self) -> None:
         """Wait a moment for the end of a write, and answer its command."""
@@ -152,6 +157,6 @@ class Commands:
     def _answer_write(self, command: _Command, job: FileJob, error: OSError | None) -> None:
         control_id = command.control.control_id
         if error is None:
-            self._answer(command.sender, ControlResult(control_id, job.result))
+            self._answers.append((command.sender, ControlResult(control_id, job.result)))
         else:
-            self._answer(command.sender, ControlResult(control_id, {}, file_failure(error)))
+            self._answers.append((command.sender, ControlResult(control_id, {}, file_failure(error))))

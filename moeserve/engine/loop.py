@@ -9,10 +9,8 @@ from typing import Any
 
 import structlog
 
-from moeserve.engine.cache_commands import CacheCommands
 from moeserve.engine.commands import Commands
 from moeserve.engine.crashes.suspects import Suspects
-from moeserve.engine.experts.monitor import ExpertMonitor
 from moeserve.engine.inbox import Inbox
 from moeserve.engine.request_commands import RequestCommands
 from moeserve.engine.socket import EngineSocket
@@ -44,7 +42,6 @@ from moeserve.wire import (
     Turned,
     unpack_token_ids,
 )
-from radix_cache import PrefixCache
 
 _IDLE_POLL_SECONDS = 0.25  # an idle engine looks after its ranks this often
 # The poll interval while a file is written, as its end wakes no thread.
@@ -63,18 +60,15 @@ class Engine:
         self,
         socket: EngineSocket,
         scheduler: Scheduler,
-        caches: Sequence[PrefixCache],
         steps: Steps,
         ready: EngineReady,
         suspects: Suspects,
-        experts: ExpertMonitor | None = None,
+        commands: Commands,
         step_progress: Callable[[], int] = lambda: 0,
         parts: Sequence[Part] = (),
-        cache_commands: CacheCommands | None = None,
     ) -> None:
         """steps: runs the plans of `scheduler`; `suspects` observes them. step_progress: returns a count that moves
-        within a long step too. parts: in their order, see `moeserve.scheduling.parts`. cache_commands: None for those
-        of caches in memory alone."""
+        within a long step too. parts: in their order, see `moeserve.scheduling.parts`."""
         self._socket = socket
         self._scheduler = scheduler
         self._steps = steps
@@ -83,9 +77,9 @@ class Engine:
         self._frontends: list[bytes] = []
         self._asked_by: dict[str, bytes] = {}
         self._inbox = Inbox(socket.receive)
-        self._commands = Commands(cache_commands or CacheCommands(caches), experts, self._send)
+        self._commands = commands
         self._requests = RequestCommands(scheduler, self._cancel)
-        self._stats = EngineStats(scheduler, caches)
+        self._stats = EngineStats(scheduler)
         self._progress = 0
         self._step_progress = step_progress
         self._turn = overriding(parts, Part.turn)
@@ -108,6 +102,7 @@ class Engine:
                 self._handle(sender, message)
                 self._progress += 1
             self._commands.advance()
+            self._send_answers()
             started = time.monotonic()
             self._scheduler.set_time(started)
             self._drop_late()
@@ -129,6 +124,7 @@ class Engine:
             for end_turn in self._end_turn:
                 end_turn()
         self._commands.close()
+        self._send_answers()
         for close in self._close:
             for _ in close():
                 self._progress += 1
@@ -281,6 +277,10 @@ class Engine:
         for receiver, told in of_frontend.items():
             self._send(receiver, Prompts(told))
 
+    def _send_answers(self) -> None:
+        for receiver, answer in self._commands.take_answers():
+            self._send(receiver, answer)
+
     def _send_stats(self) -> None:
         samples = self._commands.samples()
         for of_part in self._samples:
@@ -333,9 +333,8 @@ def _checked(wish: CacheWish) -> CacheWish:
 class EngineStats:
     """Counters of the engine's loop, for metrics. Times are `time.monotonic` seconds."""
 
-    def __init__(self, scheduler: Scheduler, caches: Sequence[PrefixCache]) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._caches = caches
         self._rejections: dict[str, int] = {}
         self._step_seconds = 0.0
         self._waited_s = 0.0
@@ -369,13 +368,14 @@ class EngineStats:
         self._last_sent = time.monotonic()
         queue_seconds, self._queue_seconds = self._queue_seconds, []
         counters = self._scheduler.counters
+        num_free, num_cached, num_leased = self._scheduler.num_blocks
         return Stats(
             step=step,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            blocks_free=sum(cache.num_free for cache in self._caches),
-            blocks_cached=sum(cache.num_cached for cache in self._caches),
-            blocks_leased=sum(cache.num_leased for cache in self._caches),
+            blocks_free=num_free,
+            blocks_cached=num_cached,
+            blocks_leased=num_leased,
             slots_empty=self._scheduler.num_empty_slots,
             prefix_query_tokens=counters.prefix_query_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,

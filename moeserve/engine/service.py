@@ -20,6 +20,7 @@ from kernels.cpu.library import kernels_in_use, native_kernels_absence
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import LoadedRank, load_rank
 from moeserve.engine.cache_commands import CacheCommands
+from moeserve.engine.commands import Commands
 from moeserve.engine.containment import ContainingExecutor
 from moeserve.engine.crashes.suspects import Suspects, open_suspects
 from moeserve.engine.doctor import summary
@@ -211,14 +212,14 @@ def serve(
         copier = None if lower is None else _start_copier(lower, rank, hosted, copies, executor)
         parts += _moves(links, tier, copier, scheduler)
         block_bytes, in_host = model.kv_bytes // model.kv.num_blocks, None if copier is None else copier.hosted
-        commands = CacheCommands(caches, tier, block_bytes, in_host)
+        commands = Commands(CacheCommands(caches, tier, block_bytes, in_host), monitor)
         if events is not None:
             parts.append(events)
 
         def progress() -> int:
             return rank.progress.count() + others_progress()
 
-        engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, parts, commands)
+        engine = Engine(socket, scheduler, steps, ready, suspects, commands, progress, parts)
         if recording is not None:
             ends.callback(_save, recording)
         heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)

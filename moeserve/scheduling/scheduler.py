@@ -75,6 +75,7 @@ class Scheduler:
         for cache in caches:
             if max_model_len > cache.num_blocks * cache.block_size:
                 raise ValueError(f"max_model_len {max_model_len} exceeds the {cache.num_blocks} blocks of KV memory")
+        self._caches = caches
         self._max_num_seqs = self._num_places = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_queued_reqs = max_num_queued_reqs
@@ -126,6 +127,13 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not self._requests and not self._in_flight
+
+    @property
+    def num_blocks(self) -> tuple[int, int, int]:
+        """The numbers of free, cached and leased blocks of all ranks."""
+        counts = [(cache.num_free, cache.num_cached, cache.num_leased) for cache in self._caches]
+        free, cached, leased = map(sum, zip(*counts, strict=True))
+        return free, cached, leased
 
     @property
     def num_empty_slots(self) -> int:

@@ -52,21 +52,24 @@ class Asked:
 
     def __init__(self, *caches: PrefixCache) -> None:
         self.answers: list[tuple[int, ControlResult]] = []
-        self.commands = Commands(
-            CacheCommands(caches), None, lambda _, result: self.answers.append((self.turn, result))
-        )
+        self.commands = Commands(CacheCommands(caches))
         self.turn = 0
         self._next_id = 0
 
     def ask(self, tenant: str, command: str, **arguments: Any) -> int:
         self._next_id += 1
         self.commands.add(b"f", Control(self._next_id, command, arguments, tenant))
+        self._take_answers()
         return self._next_id
 
     def run(self) -> None:
         while self.commands.is_waiting:
             self.turn += 1
             self.commands.advance()
+            self._take_answers()
+
+    def _take_answers(self) -> None:
+        self.answers += [(self.turn, result) for _, result in self.commands.take_answers()]
 
 
 def test_keys_take_turns_and_a_key_waits_for_its_own_commands_alone() -> None:

@@ -18,6 +18,8 @@ import pytest
 import zmq
 
 from launcher.watches import ProgressWatch
+from moeserve.engine.cache_commands import CacheCommands
+from moeserve.engine.commands import Commands
 from moeserve.engine.crashes.judgement import LastWork
 from moeserve.engine.crashes.record import WorkRecord, read_record
 from moeserve.engine.crashes.suspects import Suspects, digest_of
@@ -189,7 +191,8 @@ def served(tmp_path: Path) -> Iterator[Served]:
     executor = CountingExecutor()
     experts = SlowDisk()
     steps = Steps(scheduler, executor, 0, [suspects])
-    engine = Engine(socket, scheduler, [cache], steps, READY, suspects, experts, parts=parts)  # type: ignore[arg-type]
+    commands = Commands(CacheCommands([cache]), experts)  # type: ignore[arg-type]
+    engine = Engine(socket, scheduler, steps, READY, suspects, commands, parts=parts)  # type: ignore[arg-type]
     stop = threading.Event()
     thread = threading.Thread(target=engine.run, args=(stop,))
     served = Served(Client(None), executor, stop, thread, context, address, scheduler, engine, experts.disk, cache)  # type: ignore[arg-type]
@@ -500,7 +503,13 @@ def test_a_step_that_makes_progress_is_no_hang_and_one_that_stands_still_is(serv
     steps = Steps(scheduler, executor, depth=0)
     # This engine's loop stays in its step; its socket serves the other engine.
     engine = Engine(
-        served.engine._socket, scheduler, [], steps, READY, served.engine._suspects, None, lambda: executor.parts
+        served.engine._socket,
+        scheduler,
+        steps,
+        READY,
+        served.engine._suspects,
+        Commands(CacheCommands([served.cache])),
+        lambda: executor.parts,
     )
     scheduler.add(Request("r", array("i", [10]), SamplingParams(max_tokens=1)))
     step = threading.Thread(target=steps.advance)
@@ -624,6 +633,6 @@ def test_heartbeats_tell_the_progress_within_a_turn(tmp_path: Path) -> None:
 
     steps = Steps(scheduler, Stopping(), depth=0)
     suspects = Suspects(WorkRecord(tmp_path / "work", INCARNATION, 2), Suspicion())
-    socket.engine = Engine(socket, scheduler, [cache], steps, READY, suspects)  # type: ignore[arg-type]
+    socket.engine = Engine(socket, scheduler, steps, READY, suspects, Commands(CacheCommands([cache])))  # type: ignore[arg-type]
     socket.engine.run(stop)
     assert len(set(socket.progress)) == 101

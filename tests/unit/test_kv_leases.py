@@ -272,7 +272,7 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
     for job in open_jobs:
         assert fetches.end(Result(job, [1] * 0, 0.1), 0.0) == []
     check_invariants(cache)
-    assert (cache.num_leased, cache.num_in_copy) == (0, 0)
+    assert (cache.num_leased, cache.copies.num_in_copy) == (0, 0)
 
 
 def test_a_prompt_that_waits_too_long_keeps_the_blocks_that_have_come() -> None:
@@ -289,7 +289,7 @@ def test_a_prompt_that_waits_too_long_keeps_the_blocks_that_have_come() -> None:
     assert fetches.take_overdue(41.0) == []
     assert fetches.end(Result(begun, [1] * 3, 40.0), 0.0) == [requests[0]]
     assert fetches.end(Result(queued, [1] * 0, 40.0), 0.0) == []
-    assert (cache.peek(tokens), cache.num_leased, cache.num_in_copy) == (3 * SIZE, 0, 0)
+    assert (cache.peek(tokens), cache.num_leased, cache.copies.num_in_copy) == (3 * SIZE, 0, 0)
 
 
 def test_prompts_that_begin_alike_hold_their_common_blocks_once() -> None:

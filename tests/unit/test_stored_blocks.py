@@ -251,9 +251,9 @@ def test_an_abort_while_the_prefix_is_read_frees_its_blocks_only_after_the_readi
     assert second.scheduler.num_waiting == 1
     second.abort("b")
     second.scheduler.check_idle()
-    assert (second.scheduler.is_idle, second.cache.num_in_copy, job.is_cancelled) == (True, 5, True)
+    assert (second.scheduler.is_idle, second.cache.copies.num_in_copy, job.is_cancelled) == (True, 5, True)
     second.end(job)
-    assert second.cache.num_in_copy == 0
+    assert second.cache.copies.num_in_copy == 0
     second.check_all_done()
 
 
@@ -548,14 +548,14 @@ def test_a_block_on_its_way_to_the_host_is_given_to_nobody_before_it_is_there() 
         while not life.scheduler.is_idle:
             Simulation.step(life)
     (job,) = life.take_copies(0.0)
-    assert (job.is_write, len(job.copies)) == (True, life.cache.num_in_copy)
+    assert (job.is_write, len(job.copies)) == (True, life.cache.copies.num_in_copy)
     assert 0 < len(job.copies) <= num_kept_free(64, 16, SIZE)
     assert life.take_copies(0.0) == []
     ask(life, "next", list(range(40, 15, -1)))
     for _ in range(6):
         Simulation.step(life)
     life.end(job)
-    assert life.cache.num_in_copy == 0
+    assert life.cache.copies.num_in_copy == 0
     life.settle()
     life.check_all_done()
 
