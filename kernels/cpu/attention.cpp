@@ -93,18 +93,18 @@ class Workspace {
     value_dim_ = value_dim;
     queries.resize(rows * key_dim);
     positions.resize(rows);
-    scores.resize(kBatchRows * kTileKeys);
+    scores.reserve(kBatchRows * kTileKeys);
     if (kind == Kind::kInt8) {
       rounded_queries.reserve(rows, key_dim);
       integers.reserve(key_dim, value_dim);
     } else if (takes_pairs(kind)) {
-      query_pairs.resize(rows * num_pairs(key_dim));
-      weight_pairs.resize(kBatchRows * kTileKeys / 2);
+      query_pairs.reserve(rows * num_pairs(key_dim));
+      weight_pairs.reserve(kBatchRows * kTileKeys / 2);
       pairs.reserve(key_dim, value_dim);
     } else {
-      keys.resize(key_dim * kTileKeys);
+      keys.reserve(key_dim * kTileKeys);
     }
-    states_.resize(2 * rows * (value_dim + 2));
+    states_.reserve(2 * rows * (value_dim + 2));
   }
 
   WeightFactors weight_factors() { return {bases, units, shares, factors}; }
@@ -122,8 +122,7 @@ class Workspace {
       factors[kBatchRows + kLanes];
   RoundedQueries rounded_queries;
   IntegerTile integers;
-  std::vector<Pair> query_pairs;
-  Lines<Pair> weight_pairs;
+  Lines<Pair> query_pairs, weight_pairs;
   PairTile pairs;
   TileRows tiles[2], *following = nullptr;  // The tile that is computed and the one behind it.
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kv_rows.h"
+#include "lines.h"
 
 namespace moeserve {
 
@@ -18,21 +19,6 @@ constexpr int parts_at_once(int rows) {
   return kPartLanes == kLanes || rows == 1 ? all : rows <= 3 ? 4 : 2;  // 12 of the 16 registers of 8 floats.
 }
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
-
-// Numbers from the beginning of a cache line on. A vector that was stored across two lines is not forwarded to its load.
-template <typename Number>
-class Lines {
- public:
-  void resize(int64_t count) { lines_.resize((count * int64_t(sizeof(Number)) + 63) / 64); }
-  Number* data() { return reinterpret_cast<Number*>(lines_.data()); }
-  const Number* data() const { return reinterpret_cast<const Number*>(lines_.data()); }
-
- private:
-  struct alignas(64) Line {
-    uint8_t bytes[64];
-  };
-  std::vector<Line> lines_;
-};
 
 // Running softmax of some rows: the largest score, the sum of weights and the weighted sum of values.
 struct State {

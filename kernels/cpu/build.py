@@ -18,6 +18,7 @@ from kernels.cpu.targets import OTHER, Target, processor_features
 
 # The sources that take the compiler longest come first.
 SOURCES = (
+    "tiled.cpp",
     "quantised.cpp",
     "experts.cpp",
     "attention.cpp",
@@ -38,8 +39,12 @@ HEADERS = (
     "halves.h",
     "panels.h",
     "quantised.h",
+    "groups.h",
+    "tiles.h",
+    "tiled.h",
     "matrix.h",
     "dot.h",
+    "lines.h",
     "kv_rows.h",
     "attention_tile.h",
     "integer_tile.h",

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <vector>
 
+#include "lines.h"
 #include "matrix.h"
 #include "team.h"
-
 
 namespace moeserve {
 namespace {
@@ -78,6 +78,7 @@ struct Shape {
   // Rows are rounded twice for weights of 8 bits alone.
   int64_t times_of(Packing packing) const { return packing.takes_remainders() ? times : std::min<int64_t>(times, 1); }
   int64_t rounded_bytes(Packing packing, int64_t depth) const { return packing.rounded_bytes(depth, times_of(packing)); }
+  int64_t tile_bytes(Packing packing, int64_t depth) const { return packing.tile_bytes(depth, times_of(packing)); }
 };
 
 struct Rows {
@@ -107,6 +108,17 @@ Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t num_experts) {
   return rows;
 }
 
+// Rows of a product in tiles: those of a group begin at tile `first`, with one more bound at the end.
+struct Tiles {
+  std::vector<int64_t> first;
+  uint8_t* data = nullptr;
+
+  int64_t count() const { return kHasTiles ? first.back() : 0; }
+  const uint8_t* of(int64_t group, int64_t tile_bytes) const {
+    return kHasTiles ? data + first[group] * tile_bytes : nullptr;
+  }
+};
+
 struct Step {
   const float* x;
   int64_t x_stride, num_tokens, top_k;
@@ -116,6 +128,7 @@ struct Step {
   float* ordered;           // [chosen rows in sorted order, hidden], if experts have an order of channels.
   uint8_t* rounded_x;       // [num_tokens] rows, if gate and up multiply rounded rows; or the rows of `ordered`.
   uint8_t* rounded_hidden;  // [chosen rows in sorted order] rows, if down does.
+  Tiles tiles_x, tiles_hidden;
   float* results;           // [num_tokens * top_k, hidden]
 
   const uint8_t* expert(int64_t group) const { return static_cast<const uint8_t*>(experts[rows.experts[group]]); }
@@ -153,6 +166,7 @@ void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t 
       shape.gate_up, shape.times_of(shape.gate_up), step.num_rows(group),
       expert + panel * shape.gate_up.panel_bytes(shape.hidden), shape.hidden, [&](int64_t r) { return x + token(r) * x_stride; },
       [&](int64_t r) { return step.rounded_x + token(r) * shape.rounded_bytes(shape.gate_up, shape.hidden); },
+      step.tiles_x.of(group, shape.tile_bytes(shape.gate_up, shape.hidden)),
       [&](int64_t first, int count, const Columns* sums) {
         for (int r = 0; r < count; ++r) {
           const Floats low = sums[r].low + bias.low, high = sums[r].high + bias.high;
@@ -184,12 +198,36 @@ void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t pan
       [&](int64_t r) {
         return step.rounded_hidden + (first_row + r) * shape.rounded_bytes(shape.down, shape.intermediate);
       },
+      step.tiles_hidden.of(group, shape.tile_bytes(shape.down, shape.intermediate)),
       [&](int64_t first, int count, const Columns* sums) {
         for (int r = 0; r < count; ++r) {
           const Columns value = {sums[r].low + bias.low, sums[r].high + bias.high};
           store_columns(step.results + step.rows.places[first_row + first + r] * shape.hidden + column, value, columns);
         }
       });
+}
+
+Tiles count_tiles(const Shape& shape, const Rows& rows, Packing packing) {
+  if (!kHasTiles) return {};
+  Tiles tiles = {{0}};
+  for (size_t group = 0; group < rows.experts.size(); ++group)
+    tiles.first.push_back(tiles.first.back() +
+                          packing.num_tiles(rows.first[group + 1] - rows.first[group], shape.times_of(packing)));
+  return tiles;
+}
+
+// rounded_of(r): where row r begins, in sorted order.
+template <typename RoundedOf>
+void fill_tiles(const Shape& shape, const Rows& rows, Packing packing, int64_t depth, const Tiles& tiles,
+                RoundedOf rounded_of) {
+  const int64_t bytes = shape.tile_bytes(packing, depth);
+  for_shared(tiles.count(), kRoundedAtOnce / (kTiledRows * depth), [&](int64_t tile) {
+    const int64_t group = std::upper_bound(tiles.first.begin(), tiles.first.end(), tile) - tiles.first.begin() - 1;
+    const int64_t first_row = rows.first[group] + (tile - tiles.first[group]) * kTiledRows;
+    const uint8_t* of_tile[kTiledRows];
+    for (int r = 0; r < kTiledRows; ++r) of_tile[r] = rounded_of(first_row + r);
+    packing.tile(of_tile, depth, shape.times_of(packing), tiles.data + tile * bytes);
+  });
 }
 
 constexpr int64_t kLeastParts = 128;       // The smallest part of a product that a thread takes at once is 1 of these.
@@ -223,6 +261,10 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
                           shape.times_of(shape.gate_up));
     });
   }
+  fill_tiles(shape, step.rows, shape.gate_up, shape.hidden, step.tiles_x, [&](int64_t row) {
+    const int64_t at = shape.has_order ? row : step.rows.places[row] / step.top_k;
+    return step.rounded_x + at * shape.rounded_bytes(shape.gate_up, shape.hidden);
+  });
   for_shared(groups * gate_up_panels, gate_up_grain, [&](int64_t task) {
     gate_up_panel(shape, step, task / gate_up_panels, task % gate_up_panels);
   });
@@ -232,6 +274,9 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
                        step.rounded_hidden + row * shape.rounded_bytes(shape.down, shape.intermediate),
                        shape.times_of(shape.down));
     });
+  fill_tiles(shape, step.rows, shape.down, shape.intermediate, step.tiles_hidden, [&](int64_t row) {
+    return step.rounded_hidden + row * shape.rounded_bytes(shape.down, shape.intermediate);
+  });
   for_shared(groups * down_panels, down_grain,
              [&](int64_t task) { down_panel(shape, step, task / down_panels, task % down_panels); });
   if (weights)
@@ -290,6 +335,13 @@ extern "C" int64_t moeserve_experts(const MoeExperts* layer, const float* x, int
   const int64_t hidden_bytes = shape.rounds(shape.down) ? chosen * shape.rounded_bytes(shape.down, intermediate) : 0;
   step.rounded_x = scratch(rounded, x_bytes + hidden_bytes);
   step.rounded_hidden = step.rounded_x + x_bytes;
+  static thread_local Lines<uint8_t> tiles;
+  step.tiles_x = count_tiles(shape, step.rows, shape.gate_up);
+  step.tiles_hidden = count_tiles(shape, step.rows, shape.down);
+  const int64_t tiled_x_bytes = step.tiles_x.count() * shape.tile_bytes(shape.gate_up, hidden);
+  tiles.reserve(tiled_x_bytes + step.tiles_hidden.count() * shape.tile_bytes(shape.down, intermediate));
+  step.tiles_x.data = tiles.data();
+  step.tiles_hidden.data = tiles.data() + tiled_x_bytes;
   run(shape, step, ids, weights, out, out_stride);
   return -1;
 }

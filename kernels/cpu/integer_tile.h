@@ -107,8 +107,8 @@ struct IntegerTile {
   alignas(64) float key_scales[kTileKeys], value_scales[kTileKeys];
 
   void reserve(int64_t key_dim, int64_t value_dim) {
-    keys.resize(key_dim / 4 * kTileKeys);
-    values.resize(kTileKeys / 4 * value_dim);
+    keys.reserve(key_dim / 4 * kTileKeys);
+    values.reserve(kTileKeys / 4 * value_dim);
   }
 
   void take(const uint8_t* const* key_rows, const uint8_t* const* value_rows, int64_t count, int64_t key_dim,

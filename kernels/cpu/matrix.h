@@ -1,7 +1,7 @@
 // Weights in panels of any kind: floats (panels.h), or quantised (quantised.h).
 #pragma once
 
-#include "quantised.h"
+#include "tiled.h"
 
 namespace moeserve {
 
@@ -25,6 +25,16 @@ struct Packing {
   int64_t rounded_bytes(int64_t depth, int64_t times = 1) const {
     return is_of_pairs() ? num_pairs(depth) * sizeof(Pair) : times * (depth / kGroup) * sizeof(Rounded);
   }
+  // The tiles that are multiplied in place of rows that lie side by side; the rows behind them are multiplied one by one.
+  int64_t num_tiles(int64_t num_rows, int64_t times) const {
+    return kHasTiles && is_quantised() && !is_of_pairs() && rounds(times == 0) ? num_rows / kTiledRows : 0;
+  }
+  int64_t tile_bytes(int64_t depth, int64_t times) const { return times * (depth / kGroup) * sizeof(TiledGroup); }
+  // Puts rounded rows into a tile.
+  void tile(const uint8_t* const* rows, int64_t depth, int64_t times, uint8_t* out) const {
+    put_into_tile(reinterpret_cast<const Rounded* const*>(rows), times * (depth / kGroup), format(),
+                  reinterpret_cast<TiledGroup*>(out));
+  }
   void round(const float* row, int64_t depth, uint8_t* out, int64_t times = 1) const {
     if (is_of_pairs()) return round_to_pairs(row, depth, reinterpret_cast<Pair*>(out));
     (times == 2 ? round_row_twice : round_row)(row, depth, format(), reinterpret_cast<Rounded*>(out));
@@ -41,6 +51,8 @@ struct Matrix {
 
   bool rounds() const { return packing.rounds(times == 0); }
   int64_t rounded_bytes() const { return packing.rounded_bytes(depth, times); }
+  int64_t num_tiles(int64_t num_rows) const { return packing.num_tiles(num_rows, times); }
+  int64_t tile_bytes() const { return packing.tile_bytes(depth, times); }
 };
 
 // y = x W^T + bias for matrices of the same depth, whose columns lie side by side in y. x [num_rows, depth], y
@@ -50,9 +62,10 @@ void multiply_rows(const Matrix* matrices, int64_t count, const float* x, int64_
 
 // Multiplies rows with a panel: for_tiles for any kind of weights. `floats_of(r)` and `rounded_of(r)` are where row r
 // begins; only one of them is called. times: how often rows are rounded for quantised weights; 0 leaves them floats.
+// tiles: where the first of Packing::num_tiles begins.
 template <typename FloatsOf, typename RoundedOf, typename Use>
 void for_any_tiles(Packing packing, int64_t times, int64_t num_rows, const uint8_t* panel, int64_t depth,
-                   FloatsOf floats_of, RoundedOf rounded_of, Use use) {
+                   FloatsOf floats_of, RoundedOf rounded_of, const uint8_t* tiles, Use use) {
   if (!packing.is_quantised()) {
     if (packing.is_of_pairs())
       return for_tiles(
@@ -67,8 +80,20 @@ void for_any_tiles(Packing packing, int64_t times, int64_t num_rows, const uint8
         [&](int64_t r) { return reinterpret_cast<const Pair*>(rounded_of(r)); }, use);
   const Quantised weights = {packing.format(), depth, times == 0 || !takes_rounded(packing.format())};
   if (weights.exact) return for_wide_tiles(num_rows, weights, panel, floats_of, use);
+  const int64_t num_tiles = packing.num_tiles(num_rows, times), tiled = num_tiles * kTiledRows;
+  if (num_tiles) {
+    const TiledPanel unpacked(weights, panel, times == 2);
+    Columns sums[kTiledRows];
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      unpacked.multiply(reinterpret_cast<const TiledGroup*>(tiles + t * packing.tile_bytes(depth, times)), sums);
+      use(t * kTiledRows, kTiledRows, sums);
+    }
+    if (tiled == num_rows) return;
+  }
   for_rounded_tiles(
-      num_rows, weights, panel, times, [&](int64_t r) { return reinterpret_cast<const Rounded*>(rounded_of(r)); }, use);
+      num_rows - tiled, weights, panel, times,
+      [&](int64_t r) { return reinterpret_cast<const Rounded*>(rounded_of(tiled + r)); },
+      [&](int64_t first, int count, const Columns* sums) { use(tiled + first, count, sums); });
 }
 
 }  // namespace moeserve

@@ -12,8 +12,8 @@ struct PairTile {
   Lines<uint32_t> keys, values;
 
   void reserve(int64_t key_dim, int64_t value_dim) {
-    keys.resize(key_dim / 2 * kTileKeys);
-    values.resize(kTileKeys / 2 * value_dim);
+    keys.reserve(key_dim / 2 * kTileKeys);
+    values.reserve(kTileKeys / 2 * value_dim);
   }
 
   void take(const uint8_t* const* key_rows, const uint8_t* const* value_rows, int64_t count, int64_t key_dim,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ _V3 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt", "-
 _V4 = (*_V3, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
 _HAS_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt", "pclmulqdq"})
 _HAS_V4 = _HAS_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = (*_V4, "-mavx512vnni", "-mavx512bf16")
+_HAS_BF16 = _HAS_V4 | {"avx512_vnni", "avx512_bf16"}
+_HAS_TILES = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,8 @@ class Target:
 
 # A processor computes with the first that suits it.
 TARGETS = (
-    Target(
-        "avx512-bf16",
-        "x86_64",
-        (*_V4, "-mavx512vnni", "-mavx512bf16"),
-        _HAS_V4 | {"avx512_vnni", "avx512_bf16"},
-    ),
+    Target("amx", "x86_64", (*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"), _HAS_BF16 | _HAS_TILES),
+    Target("avx512-bf16", "x86_64", _BF16, _HAS_BF16),
     Target("avx512-vnni", "x86_64", (*_V4, "-mavx512vnni"), _HAS_V4 | {"avx512_vnni"}),
     Target("avx512", "x86_64", _V4, _HAS_V4),
     Target("avx-vnni", "x86_64", (*_V3, "-mavxvnni"), _HAS_V3 | {"avx_vnni"}),
@@ -51,6 +51,8 @@ TARGETS = (
 )
 # Any other processor, compiled for where it is.
 OTHER = Target("native", None, ("-march=native",), frozenset())
+# What `amx` computes, by tiles in software: for tests. No processor chooses it by itself.
+IN_SOFTWARE = Target("amx-in-software", "x86_64", (*_V3, "-DMOESERVE_TILES_IN_SOFTWARE"), _HAS_V3)
 
 
 def targets_of(machine: str) -> tuple[Target, ...]:
@@ -59,9 +61,21 @@ def targets_of(machine: str) -> tuple[Target, ...]:
 
 
 def suitable_targets() -> tuple[Target, ...]:
-    """Return the targets that this processor can run, the fastest first and OTHER last."""
+    """Return the targets that this processor can run, the fastest first, and behind OTHER what tests alone ask for."""
     machine, features = platform.machine(), processor_features()
-    return tuple(target for target in (*TARGETS, OTHER) if target.suits(machine, features))
+    if features >= _HAS_TILES and not permit_tiles():
+        features -= _HAS_TILES
+    return tuple(target for target in (*TARGETS, OTHER, IN_SOFTWARE) if target.suits(machine, features))
+
+
+def permit_tiles() -> bool:
+    """Ask Linux for tiles, for all threads of this process and its children; return whether it grants them.
+
+    It refuses while a thread has a stack for signals that has no room for tiles. Without a grant their instructions
+    end the process.
+    """
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def processor_features() -> frozenset[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from kernels.cpu.build import build_library
 from kernels.cpu.library import find_library
-from kernels.cpu.targets import OTHER, Target, suitable_targets, targets_of
+from kernels.cpu.targets import IN_SOFTWARE, OTHER, Target, suitable_targets, targets_of
 from tests.support.emulated_kernels import COMPILER, EMULATOR
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +36,7 @@ TESTS_OF_KERNELS = (
 OF_DOTS_OF_BFLOAT16 = ("times bfloat16", "attention torch.bfloat16")
 OF_THE_C_LIBRARY = {"experts gelu", "recurrent"}  # They call its erf, exp and log1p.
 TARGETS = [target for target in suitable_targets() if target != OTHER]
+PLAIN = next(target for target in reversed(TARGETS) if target != IN_SOFTWARE)
 every_target = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 
 
@@ -70,11 +74,22 @@ def same(target: Target, names: Iterable[str]) -> list[str]:
 @pytest.mark.kernel_change
 @pytest.mark.timeout(1800)
 def test_every_target_computes_the_same_bits() -> None:
-    wanted = digests(TARGETS[-1])
-    for target in TARGETS[:-1]:
+    wanted = digests(PLAIN)
+    for target in TARGETS:
         found = digests(target)
         assert found.keys() == wanted.keys()
         assert [name for name in same(target, wanted) if found[name] != wanted[name]] == [], target.name
+
+
+@pytest.mark.kernel_change
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Tiles are of x86-64.")
+def test_the_library_for_amx_is_compiled_with_its_instructions_on_any_machine() -> None:
+    library = build_library(targets_of("x86_64")[0])
+    assert ctypes.c_int64.in_dll(ctypes.CDLL(str(library)), "moeserve_has_tiles").value == 1
+    listing = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
+    used = {name for name in ("ldtilecfg", "tileloadd", "tdpbssd", "tdpbsud", "tilerelease") if name in listing}
+    assert used == {"ldtilecfg", "tileloadd", "tdpbssd", "tdpbsud", "tilerelease"}
 
 
 @pytest.mark.long
@@ -83,7 +98,7 @@ def test_every_target_computes_the_same_bits() -> None:
 def test_the_kernels_for_arm_compute_the_same_bits_in_an_emulator(target: Target) -> None:
     if not shutil.which(COMPILER) or not shutil.which(EMULATOR):
         pytest.skip(f"needs {COMPILER} and {EMULATOR}")
-    wanted = digests(TARGETS[-1])
-    found = digests(TARGETS[-1], "tests.support.emulated_kernels", target.name)
+    wanted = digests(PLAIN)
+    found = digests(PLAIN, "tests.support.emulated_kernels", target.name)
     assert found.keys() == wanted.keys()
     assert {name for name in wanted if found[name] != wanted[name]} <= OF_THE_C_LIBRARY

@@ -11,7 +11,7 @@ import pytest
 from kernels.cpu import library
 from kernels.cpu.build import KernelBuildError, build_library
 from kernels.cpu.library import find_library, native_kernels_absence
-from kernels.cpu.targets import OTHER, TARGETS, Target, suitable_targets, targets_of
+from kernels.cpu.targets import IN_SOFTWARE, OTHER, TARGETS, Target, suitable_targets, targets_of
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +91,7 @@ def test_a_machine_without_a_home_computes_with_torch(monkeypatch: pytest.Monkey
 def on_a_processor(monkeypatch: pytest.MonkeyPatch, machine: str, features: frozenset[str]) -> None:
     monkeypatch.setattr("kernels.cpu.targets.platform.machine", lambda: machine)
     monkeypatch.setattr("kernels.cpu.targets.processor_features", lambda: features)
+    monkeypatch.setattr("kernels.cpu.targets.permit_tiles", lambda: True)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
@@ -102,6 +103,20 @@ def test_a_processor_computes_with_the_first_target_whose_instructions_it_has(
     for missing in target.features:
         on_a_processor(monkeypatch, str(target.machine), target.features - {missing})
         assert target not in suitable_targets()
+
+
+def test_a_process_that_linux_grants_no_tiles_computes_with_the_next_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, second = targets_of("x86_64")[:2]
+    on_a_processor(monkeypatch, "x86_64", best.features)
+    assert suitable_targets()[0] == best
+    monkeypatch.setattr("kernels.cpu.targets.permit_tiles", lambda: False)
+    assert suitable_targets()[0] == second
+
+
+def test_tiles_in_software_are_only_for_those_who_ask_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_processor(monkeypatch, "x86_64", targets_of("x86_64")[0].features)
+    assert suitable_targets()[-1] == IN_SOFTWARE
+    assert IN_SOFTWARE not in targets_of("x86_64")
 
 
 def test_an_older_or_unknown_processor_computes_with_what_is_compiled_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
