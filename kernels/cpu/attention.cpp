@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kSegmentKeys = 256;
 constexpr int kGroupRows = 6;         // Rows that share the registers: 6 x 64 floats.
-constexpr int kBatchRows = 24;        // Rows that are scored, then weighed, then added: weighing a group alone waits for itself.
+constexpr int kBatchRows = kHasTiles ? 32 : 24;  // Rows that are scored, then weighed, then added: weighing a group alone waits for itself.
 constexpr int64_t kTaskRows = 96;     // Rows that share a transposed tile of keys; twice as many where there are enough
 constexpr int64_t kTasksOfThread = 6;  // tasks for each thread all the same.
 constexpr int64_t kLineBytes = 64;    // Of the cache.
@@ -197,6 +197,16 @@ struct PairRows {
                       work.scores.data() + group.place * kTileKeys);
   }
 
+  // Rows of a batch in tiles, in place of groups.
+  static void score_batch(const Inputs& in, int64_t row, int64_t count, Workspace& work) {
+    score_in_tiles(work.query_pairs.data() + row * num_pairs(in.key_dim), count, in.key_dim, work.pairs.keys.data(),
+                   work.scores.data());
+  }
+
+  static void add_batch(const Inputs& in, int64_t count, Workspace& work, float* sums) {
+    add_in_tiles(work.weight_pairs.data(), work.shares, count, work.pairs.values.data(), in.value_dim, sums);
+  }
+
   template <int Rows>
   static void raise(const Inputs& in, const Group& group, const Seen* seen, Workspace& work, State state) {
     const Floats tops = top_scores<Rows>(seen, work.scores.data() + group.place * kTileKeys) * in.scale;
@@ -289,12 +299,17 @@ void for_groups(int64_t first_row, int64_t num_rows, Use use) {
 template <typename Form>
 void attend_tile(const Inputs& in, int64_t first_row, int64_t num_rows, int64_t first_key, const TileRows& tile,
                  Workspace& work, State state) {
+  constexpr bool in_tiles = kHasTiles && std::is_same_v<Form, PairRows>;
   work.fetch_ahead(in);
   Form::take_tile(in, tile, work);
   work.fetch_ahead(in);
   for (int64_t row = first_row; row < num_rows; row += kBatchRows) {
     const int64_t count = std::min<int64_t>(kBatchRows, num_rows - row);
-    for_groups(row, count, [&](auto rows, const Group& group) { Form::template score<rows()>(in, group, work); });
+    if constexpr (in_tiles) {
+      Form::score_batch(in, row, count, work);
+    } else {
+      for_groups(row, count, [&](auto rows, const Group& group) { Form::template score<rows()>(in, group, work); });
+    }
     work.fetch_ahead(in);
     for_groups(row, count, [&](auto rows, const Group& group) {
       Seen seen[rows()];
@@ -302,9 +317,13 @@ void attend_tile(const Inputs& in, int64_t first_row, int64_t num_rows, int64_t 
     });
     for_groups(row, count, [&](auto rows, const Group& group) { Form::template weigh<rows()>(in, group, work, state); });
     work.fetch_ahead(in);
-    for_groups(row, count, [&](auto rows, const Group& group) {
-      Form::template add<rows()>(in, group, tile, work, state.sums + group.row * in.value_dim);
-    });
+    if constexpr (in_tiles) {
+      Form::add_batch(in, count, work, state.sums + row * in.value_dim);
+    } else {
+      for_groups(row, count, [&](auto rows, const Group& group) {
+        Form::template add<rows()>(in, group, tile, work, state.sums + group.row * in.value_dim);
+      });
+    }
   }
 }
 

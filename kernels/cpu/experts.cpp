@@ -225,8 +225,9 @@ void fill_tiles(const Shape& shape, const Rows& rows, Packing packing, int64_t d
     const int64_t group = std::upper_bound(tiles.first.begin(), tiles.first.end(), tile) - tiles.first.begin() - 1;
     const int64_t first_row = rows.first[group] + (tile - tiles.first[group]) * kTiledRows;
     const uint8_t* of_tile[kTiledRows];
-    for (int r = 0; r < kTiledRows; ++r) of_tile[r] = rounded_of(first_row + r);
-    packing.tile(of_tile, depth, shape.times_of(packing), tiles.data + tile * bytes);
+    const int64_t count = std::min<int64_t>(kTiledRows, rows.first[group + 1] - first_row);
+    for (int64_t r = 0; r < count; ++r) of_tile[r] = rounded_of(first_row + r);
+    packing.tile(of_tile, int(count), depth, shape.times_of(packing), tiles.data + tile * bytes);
   });
 }
 

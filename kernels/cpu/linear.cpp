@@ -72,8 +72,9 @@ void round_rows(Product& p) {
     });
     for_shared(m.num_tiles(p.num_rows), kRoundedAtOnce / (kTiledRows * m.depth), [&](int64_t tile) {
       const uint8_t* rows[kTiledRows];
-      for (int r = 0; r < kTiledRows; ++r) rows[r] = next + (tile * kTiledRows + r) * m.rounded_bytes();
-      m.packing.tile(rows, m.depth, m.times, next_tile + tile * m.tile_bytes());
+      const int64_t first = tile * kTiledRows, count = std::min<int64_t>(kTiledRows, p.num_rows - first);
+      for (int64_t r = 0; r < count; ++r) rows[r] = next + (first + r) * m.rounded_bytes();
+      m.packing.tile(rows, int(count), m.depth, m.times, next_tile + tile * m.tile_bytes());
     });
     next += bytes(m), next_tile += tiled_bytes(m);
   }

@@ -1,6 +1,8 @@
 // Weights in panels of any kind: floats (panels.h), or quantised (quantised.h).
 #pragma once
 
+#include <algorithm>
+
 #include "tiled.h"
 
 namespace moeserve {
@@ -25,13 +27,19 @@ struct Packing {
   int64_t rounded_bytes(int64_t depth, int64_t times = 1) const {
     return is_of_pairs() ? num_pairs(depth) * sizeof(Pair) : times * (depth / kGroup) * sizeof(Rounded);
   }
-  // The tiles that are multiplied in place of rows that lie side by side; the rows behind them are multiplied one by one.
+  // The tiles that are multiplied in place of rows that lie side by side. Rows of pairs are all in tiles, whose sums have
+  // an order of their own. Of rows that were rounded to 8 bits those that fill no tile are multiplied by themselves.
   int64_t num_tiles(int64_t num_rows, int64_t times) const {
-    return kHasTiles && is_quantised() && !is_of_pairs() && rounds(times == 0) ? num_rows / kTiledRows : 0;
+    if (!kHasTiles || !rounds(times == 0)) return 0;
+    return is_of_pairs() ? (num_rows + kTiledRows - 1) / kTiledRows : num_rows / kTiledRows;
   }
-  int64_t tile_bytes(int64_t depth, int64_t times) const { return times * (depth / kGroup) * sizeof(TiledGroup); }
+  int64_t tile_bytes(int64_t depth, int64_t times) const {
+    return is_of_pairs() ? kTiledRows * rounded_bytes(depth) : times * (depth / kGroup) * sizeof(TiledGroup);
+  }
   // Puts rounded rows into a tile.
-  void tile(const uint8_t* const* rows, int64_t depth, int64_t times, uint8_t* out) const {
+  void tile(const uint8_t* const* rows, int count, int64_t depth, int64_t times, uint8_t* out) const {
+    if (is_of_pairs())
+      return put_into_tile(reinterpret_cast<const Pair* const*>(rows), count, num_pairs(depth), reinterpret_cast<Pair*>(out));
     put_into_tile(reinterpret_cast<const Rounded* const*>(rows), times * (depth / kGroup), format(),
                   reinterpret_cast<TiledGroup*>(out));
   }
@@ -66,6 +74,19 @@ void multiply_rows(const Matrix* matrices, int64_t count, const float* x, int64_
 template <typename FloatsOf, typename RoundedOf, typename Use>
 void for_any_tiles(Packing packing, int64_t times, int64_t num_rows, const uint8_t* panel, int64_t depth,
                    FloatsOf floats_of, RoundedOf rounded_of, const uint8_t* tiles, Use use) {
+  if (kHasTiles && packing.is_of_pairs()) {
+    const TiledPairs unpacked =
+        packing.is_quantised() ? TiledPairs(Quantised{packing.format(), depth, false}, panel)
+                               : TiledPairs(reinterpret_cast<const Bf16*>(panel), depth);
+    Columns sums[2 * kTiledRows];
+    for (int64_t first = 0; first < num_rows; first += 2 * kTiledRows) {
+      const int count = int(std::min<int64_t>(2 * kTiledRows, num_rows - first));
+      unpacked.multiply(reinterpret_cast<const Pair*>(tiles + first / kTiledRows * packing.tile_bytes(depth, times)),
+                        count, sums);
+      use(first, count, sums);
+    }
+    return;
+  }
   if (!packing.is_quantised()) {
     if (packing.is_of_pairs())
       return for_tiles(

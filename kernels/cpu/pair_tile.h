@@ -12,7 +12,7 @@ struct PairTile {
   Lines<uint32_t> keys, values;
 
   void reserve(int64_t key_dim, int64_t value_dim) {
-    keys.reserve(key_dim / 2 * kTileKeys);
+    keys.reserve(num_pairs(key_dim) * kTileKeys);
     values.reserve(kTileKeys / 2 * value_dim);
   }
 
@@ -31,40 +31,87 @@ struct PairTile {
         std::memcpy(to + d, &both, sizeof(both));
       }
     }
+    if (kHasTiles) {  // They multiply what lies behind, too.
+      std::fill(keys.data() + key_dim / 2 * kTileKeys, keys.data() + num_pairs(key_dim) * kTileKeys, 0);
+      std::fill(to, values.data() + kTileKeys / 2 * value_dim, 0);
+    }
   }
 };
 
-#if defined(__AVX512BF16__)
-static inline __m512bh splat_pair(const Pair& pair) { return (__m512bh)_mm512_set1_epi32(pair.bits); }
-static inline __m512bh load_pairs(const uint32_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
-
-// scores[r] = queries[r] . keys. queries: rows of num_pairs(dim) pairs.
-template <int Rows>
-void score_pairs(const Pair* queries, int64_t dim, const uint32_t* keys, float* scores) {
-  __m512 sums[Rows][kVectors];
-#pragma GCC unroll 6
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_setzero_ps();
+#if defined(MOESERVE_HAS_TILES)
+// scores[r] = queries[r] . keys. queries: rows of num_pairs(dim) pairs. The sums have the order of add_pair_products.
+static inline void score_in_tiles(const Pair* queries, int64_t num_rows, int64_t dim, const uint32_t* keys,
+                                  float* scores) {
+  constexpr int64_t key_stride = kTileKeys * sizeof(uint32_t), score_stride = kTileKeys * sizeof(float);
+  const int64_t pairs = num_pairs(dim);
+  for (int64_t first = 0; first < num_rows; first += kTileHeight, queries += kTileHeight * pairs) {
+    TileShapes shapes;
+    for (int tile = 0; tile < 5; ++tile)
+      shapes.set(tile, int(std::min<int64_t>(kTileHeight, num_rows - first)), kTileRowBytes);
+    for (int tile = 5; tile < 8; ++tile) shapes.set(tile, kLanes, kTileRowBytes);
+    shape_tiles(shapes);
+    for (int64_t p = 0; p < pairs; p += kLanes) {
+      const uint32_t* key = keys + p * kTileKeys;
+      load_tile<4>(queries + p, pairs * sizeof(Pair));
+      load_tile<5>(key, key_stride);
+      add_pair_products<0, 4, 5>();
+      load_tile<6>(key + kLanes, key_stride);
+      add_pair_products<1, 4, 6>();
+      load_tile<7>(key + 2 * kLanes, key_stride);
+      add_pair_products<2, 4, 7>();
+      load_tile<5>(key + 3 * kLanes, key_stride);
+      add_pair_products<3, 4, 5>();
+    }
+    float* to = scores + first * kTileKeys;
+    store_tile<0>(to, score_stride);
+    store_tile<1>(to + kLanes, score_stride);
+    store_tile<2>(to + 2 * kLanes, score_stride);
+    store_tile<3>(to + 3 * kLanes, score_stride);
   }
-  const int64_t stride = num_pairs(dim);
-  for (int64_t d = 0; d < dim / 2; ++d) {
-    __m512bh key[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) key[v] = load_pairs(keys + d * kTileKeys + v * kLanes);
-#pragma GCC unroll 6
-    for (int r = 0; r < Rows; ++r) {
-      const __m512bh q = splat_pair(queries[r * stride + d]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], key[v], q);
+  release_tiles();
+}
+
+// sums[r] = shares[r] * sums[r] + weights[r] . values. weights: rows of 32 pairs.
+static inline void add_in_tiles(const Pair* weights, const float* shares, int64_t num_rows, const uint32_t* values,
+                                int64_t value_dim, float* sums) {
+  constexpr int64_t weight_stride = kTileKeys / 2 * sizeof(Pair);
+  const int64_t stride = value_dim * sizeof(float);
+  for (int64_t first = 0; first < num_rows; first += kTileHeight) {
+    const int rows = int(std::min<int64_t>(kTileHeight, num_rows - first));
+    TileShapes shapes;
+    for (const int tile : {0, 1, 4, 5}) shapes.set(tile, rows, kTileRowBytes);
+    for (const int tile : {6, 7}) shapes.set(tile, kLanes, kTileRowBytes);
+    shape_tiles(shapes);
+    load_tile<4>(weights + first * kTileKeys / 2, weight_stride);
+    load_tile<5>(weights + first * kTileKeys / 2 + kLanes, weight_stride);
+    float* of_rows = sums + first * value_dim;
+    // The tile of the channels before is stored between products: the tile unit would wait for stores in a row.
+    const auto turn = [&](auto tile, int64_t d) __attribute__((always_inline)) {
+      constexpr int now = tile(), before = 1 - now;
+      if (d < value_dim) {
+        for (int r = 0; r < rows; ++r) {
+          float* sum = of_rows + r * value_dim + d;
+          store(sum, load(sum) * shares[first + r]);
+        }
+        load_tile<now>(of_rows + d, stride);
+        load_tile<6>(values + d, stride);
+        add_pair_products<now, 4, 6>();
+        load_tile<7>(values + kLanes * value_dim + d, stride);
+        add_pair_products<now, 5, 7>();
+      }
+      if (d >= kLanes && d <= value_dim) store_tile<before>(of_rows + d - kLanes, stride);
+    };
+    for (int64_t d = 0; d <= value_dim; d += 2 * kLanes) {
+      turn(std::integral_constant<int, 0>(), d);
+      turn(std::integral_constant<int, 1>(), d + kLanes);
     }
   }
-#pragma GCC unroll 6
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(scores + r * kTileKeys + v * kLanes, sums[r][v]);
-  }
+  release_tiles();
 }
+#else
+static inline void score_in_tiles(const Pair*, int64_t, int64_t, const uint32_t*, float*) {}
+static inline void add_in_tiles(const Pair*, const float*, int64_t, const uint32_t*, int64_t, float*) {}
+#endif
 
 constexpr float kLogE = 1.44269504f;  // Of base 2.
 
@@ -112,10 +159,41 @@ static inline void weigh_pairs(float scale, const float* bases, const float* sco
     sums[r] = (weight[0] + weight[1]) + (weight[2] + weight[3]);
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; v += 2)
-      _mm512_storeu_si512(weights + (r * kVectors + v) * kLanes / 2,
-                          (__m512i)_mm512_cvtne2ps_pbh((__m512)weight[v + 1], (__m512)weight[v]));
+      store_pairs(weight[v], weight[v + 1], weights + (r * kVectors + v) * kLanes / 2);
   }
   store_first<Rows>(total, load_first<Rows>(total) + sum_each(sums));
+}
+
+#if defined(__AVX512BF16__)
+static inline __m512bh splat_pair(const Pair& pair) { return (__m512bh)_mm512_set1_epi32(pair.bits); }
+static inline __m512bh load_pairs(const uint32_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+// scores[r] = queries[r] . keys. queries: rows of num_pairs(dim) pairs.
+template <int Rows>
+void score_pairs(const Pair* queries, int64_t dim, const uint32_t* keys, float* scores) {
+  __m512 sums[Rows][kVectors];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_setzero_ps();
+  }
+  const int64_t stride = num_pairs(dim);
+  for (int64_t d = 0; d < dim / 2; ++d) {
+    __m512bh key[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) key[v] = load_pairs(keys + d * kTileKeys + v * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+      const __m512bh q = splat_pair(queries[r * stride + d]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], key[v], q);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(scores + r * kTileKeys + v * kLanes, sums[r][v]);
+  }
 }
 
 // sums[r] = shares[r] * sums[r] + weights[r] . values over `Parts` parts of channels. weights: rows of 32 pairs.
@@ -149,12 +227,6 @@ void add_pairs(const Pair* weights, const float* shares, const uint32_t* values,
 #else
 template <int Rows>
 void score_pairs(const Pair*, int64_t, const uint32_t*, float*) {}
-
-template <int Rows>
-Floats top_scores(const Seen*, float*) { return Floats{}; }
-
-template <int Rows>
-void weigh_pairs(float, const float*, const float*, float*, Pair*) {}
 
 template <int Rows, int Parts>
 void add_pairs(const Pair*, const float*, const uint32_t*, int64_t, int64_t, float*) {}

@@ -5,7 +5,7 @@
 // number of rows: a row has the same bits in any batch.
 #pragma once
 
-#include "simd.h"
+#include "tiles.h"
 
 namespace moeserve {
 
@@ -98,19 +98,38 @@ struct Pair {
 
 static inline int64_t num_pairs(int64_t depth) { return (depth + kPanelColumns - 1) / kPanelColumns * kLanes; }
 
+// Rounds 32 numbers to 16 pairs. Subnormal numbers become zeros.
+static inline void store_pairs(Floats low, Floats high, Pair* out) {
 #if defined(__AVX512BF16__)
-constexpr bool kMultipliesPairs = true;
+  _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
+  typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
+  Shorts halves[2];
+  for (int half = 0; half < 2; ++half) {
+    const Words bits = (Words)(half ? high : low), magnitude = bits & 0x7fffffffu;
+    const auto choose = [](Ints condition, Words yes, Words no) { return condition ? yes : no; };
+    Words rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    rounded = choose((Ints)(magnitude > 0x7f800000u), bits | 0x400000u, rounded);
+    rounded = choose((Ints)(magnitude < 0x00800000u), bits & 0x80000000u, rounded);
+    halves[half] = __builtin_convertvector(rounded >> 16, Shorts);
+  }
+  std::memcpy(out, halves, sizeof(halves));
+#endif
+}
 
 // Rounds `depth` floats of a row to num_pairs(depth) pairs.
 static inline void round_to_pairs(const float* x, int64_t depth, Pair* out) {
-  for (int64_t k = 0; k < depth; k += kPanelColumns, out += kLanes) {
-    const int64_t left = depth - k;
-    const auto part = [&](int64_t count) { return count >= kLanes ? 0xffff : count > 0 ? (1 << count) - 1 : 0; };
-    const __m512 low = _mm512_maskz_loadu_ps(__mmask16(part(left)), x + k);
-    const __m512 high = _mm512_maskz_loadu_ps(__mmask16(part(left - kLanes)), x + k + kLanes);
-    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-  }
+  int64_t k = 0;
+  for (; k + kPanelColumns <= depth; k += kPanelColumns, out += kLanes)
+    store_pairs(load(x + k), load(x + k + kLanes), out);
+  if (k == depth) return;
+  float left[kPanelColumns] = {};
+  std::memcpy(left, x + k, (depth - k) * sizeof(float));
+  store_pairs(load(left), load(left + kLanes), out);
 }
+
+#if defined(__AVX512BF16__)
+constexpr bool kMultipliesPairs = true;
 
 // sums[r] = rows[r] . panel, two depths at a time: each pair of products is added by one instruction.
 template <int Rows>
@@ -137,9 +156,7 @@ static inline void multiply(const Pair* const* rows, const Bf16* panel, int64_t 
   for (int r = 0; r < Rows; ++r) sums[r] = {(Floats)low[r], (Floats)high[r]};
 }
 #else
-constexpr bool kMultipliesPairs = false;  // Rows stay floats.
-
-static inline void round_to_pairs(const float*, int64_t, Pair*) {}
+constexpr bool kMultipliesPairs = kHasTiles;  // Where it does not, rows stay floats.
 
 template <int Rows>
 static inline void multiply(const Pair* const*, const Bf16*, int64_t, Columns*) {}

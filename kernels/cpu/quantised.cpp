@@ -195,6 +195,16 @@ void multiply_pairs(const Pair* const* rows, const uint8_t* panel, const uint8_t
   const auto* expanded = reinterpret_cast<const __m512bh*>(pairs);
   (pairs ? multiply_pairs<F, Rows, true> : multiply_pairs<F, Rows, false>)(rows, panel, expanded, num_blocks, sums);
 }
+#else
+// The same bits from any machine.
+inline Words pairs_of_e4m3(const uint8_t* from) {
+  const Words first = (Words)(from_e4m3(from) * kE4m3Unit), second = (Words)(from_e4m3(from + kLanes) * kE4m3Unit);
+  return first >> 16 | (second & 0xffff0000u);
+}
+
+template <Format, int Rows>
+void multiply_pairs(const Pair* const*, const uint8_t*, const uint8_t*, int64_t, Columns*) {}
+#endif
 
 template <Format F>
 void expand_panel(const uint8_t* panel, int64_t num_blocks, uint8_t* out) {
@@ -203,18 +213,10 @@ void expand_panel(const uint8_t* panel, int64_t num_blocks, uint8_t* out) {
   for (int64_t block = 0; block < num_blocks; ++block, panel += format.block_bytes())
     for (int pair = 0; pair < format.depth() / 2; ++pair, out += 128) {
       const uint8_t* codes = panel + format.super_bytes() + 2 * pair * kLanes;
-      const __m512bh both[] = {pairs_of_e4m3(codes), pairs_of_e4m3(codes + half_bytes)};
+      const decltype(pairs_of_e4m3(codes)) both[] = {pairs_of_e4m3(codes), pairs_of_e4m3(codes + half_bytes)};
       std::memcpy(out, both, sizeof(both));
     }
 }
-#else
-template <Format, int Rows>
-void multiply_pairs(const Pair* const*, const uint8_t*, const uint8_t*, int64_t, Columns*) {}
-
-template <Format>
-void expand_panel(const uint8_t*, int64_t, uint8_t*) {}
-#endif
-
 template <Format F, int Rows>
 void multiply_wide(const float* const* rows, const uint8_t* half, int64_t num_blocks, Floats* out) {
   Floats sums[Rows];

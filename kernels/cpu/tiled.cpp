@@ -1,6 +1,7 @@
 // The products of tiled.h.
 #include "tiled.h"
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -20,6 +21,12 @@ void put_into_tile(const Rounded* const* rows, int64_t num_blocks, Format format
       out->sums[0][r] = traits.parts == 1 ? block.scaled_sum : block.scaled_sum_of_half[0];
       out->sums[1][r] = block.scaled_sum_of_half[1];
     }
+}
+
+void put_into_tile(const Pair* const* rows, int count, int64_t pairs, Pair* out) {
+  for (int64_t p = 0; p < pairs; p += kLanes)
+    for (int r = 0; r < kTiledRows; ++r, out += kLanes)
+      if (r < count) std::memcpy(out, rows[r] + p, kLanes * sizeof(Pair));
 }
 
 #if defined(MOESERVE_HAS_TILES)
@@ -162,7 +169,97 @@ constexpr std::array<Kernel, sizeof...(F)> all_kernels(std::index_sequence<F...>
 
 constexpr auto kKernels = all_kernels(std::make_index_sequence<size_t(Format::kCount)>());
 
+constexpr int64_t kStepBytes = kLanes * 2 * kTileRowBytes;  // Of the weights of a panel at 32 depths.
+constexpr int64_t kTilePairs = kTiledRows * kLanes;
+
+// The weights of two depths side by side: those of the first 16 columns, then those of the others.
+void pair_panel(const Bf16* panel, int64_t depth, uint8_t* out) {
+  for (int64_t k = 0; k < 2 * num_pairs(depth); k += 2, panel += 2 * kPanelColumns, out += 2 * kTileRowBytes) {
+    Words first{}, second{};
+    __builtin_prefetch((const char*)panel + 2048);
+    __builtin_prefetch((const char*)panel + 2112);
+    if (k < depth) std::memcpy(&first, panel, sizeof(first));
+    if (k + 1 < depth) std::memcpy(&second, panel + kPanelColumns, sizeof(second));
+    const Words low = (first & 0xffffu) | second << 16, high = first >> 16 | (second & 0xffff0000u);
+    std::memcpy(out, &low, sizeof(low));
+    std::memcpy(out + kTileRowBytes, &high, sizeof(high));
+  }
+}
+
+// Products of one tile of rows, or of two, with the weights of some depths.
+template <bool Two>
+void multiply_depths(const Pair* first, const Pair* second, const uint8_t* pairs, int64_t num_steps, Columns* sums) {
+  zero_tile<0>(), zero_tile<1>();
+  if constexpr (Two) zero_tile<2>(), zero_tile<3>();
+  for (int64_t s = 0; s < num_steps; ++s, pairs += kStepBytes) {
+    load_tile<4>(first + s * kTilePairs, kTileRowBytes);
+    load_tile<6>(pairs, 2 * kTileRowBytes);
+    add_pair_products<0, 4, 6>();
+    load_tile<7>(pairs + kTileRowBytes, 2 * kTileRowBytes);
+    add_pair_products<1, 4, 7>();
+    if constexpr (Two) {
+      load_tile<5>(second + s * kTilePairs, kTileRowBytes);
+      add_pair_products<2, 5, 6>();
+      add_pair_products<3, 5, 7>();
+    }
+  }
+  store_tile<0>(&sums->low, sizeof(Columns));
+  store_tile<1>(&sums->high, sizeof(Columns));
+  if constexpr (Two) {
+    store_tile<2>(&sums[kTiledRows].low, sizeof(Columns));
+    store_tile<3>(&sums[kTiledRows].high, sizeof(Columns));
+  }
+}
+
+uint8_t* room_for_pairs(int64_t depth) {
+  static thread_local Lines<uint8_t> room;
+  room.reserve(num_pairs(depth) * 2 * kTileRowBytes);
+  return room.data();
+}
+
 }  // namespace
+
+TiledPairs::TiledPairs(const Bf16* panel, int64_t depth)
+    : pairs_(room_for_pairs(depth)), depth_(depth), block_depth_(depth) {
+  pair_panel(panel, depth, room_for_pairs(depth));
+}
+
+TiledPairs::TiledPairs(const Quantised& weights, const uint8_t* panel)
+    : pairs_(expanded_panel(weights, panel)), depth_(weights.depth), half_bytes_(weights.half_bytes()) {
+  const Traits& traits = traits_of(weights.format);
+  scales_ = panel + (traits.super_bytes() ? 0 : traits.code_bytes());
+  block_depth_ = traits.depth(), block_bytes_ = traits.block_bytes();
+}
+
+void TiledPairs::multiply(const Pair* tiles, int num_rows, Columns* sums) const {
+  const int rows[2] = {std::min(num_rows, kTiledRows), std::max(num_rows - kTiledRows, 0)};
+  TileShapes shapes;
+  for (const int tile : {0, 1, 4}) shapes.set(tile, rows[0], kTileRowBytes);
+  for (const int tile : {2, 3, 5})
+    if (rows[1]) shapes.set(tile, rows[1], kTileRowBytes);
+  for (const int tile : {6, 7}) shapes.set(tile, kLanes, kTileRowBytes);
+  shape_tiles(shapes);
+  const auto multiply = rows[1] ? multiply_depths<true> : multiply_depths<false>;
+  const Pair* second = tiles + kTiledRows * num_pairs(depth_);
+  if (!scales_) {
+    multiply(tiles, second, pairs_, num_pairs(depth_) / kLanes, sums);
+    return release_tiles();
+  }
+  std::fill_n(sums, num_rows, Columns{});
+  const int64_t num_steps = block_depth_ / kPanelColumns;
+  for (int64_t b = 0; b < depth_ / block_depth_; ++b) {
+    Columns products[2 * kTiledRows];
+    const int64_t step = b * num_steps;
+    multiply(tiles + step * kTilePairs, second + step * kTilePairs, pairs_ + step * kStepBytes, num_steps, products);
+    const float *low = reinterpret_cast<const float*>(scales_ + b * block_bytes_),
+                *high = reinterpret_cast<const float*>(scales_ + half_bytes_ + b * block_bytes_);
+    for (int r = 0; r < num_rows; ++r) {
+      sums[r].low = moeserve::fma(products[r].low, load(low), sums[r].low);
+      sums[r].high = moeserve::fma(products[r].high, load(high), sums[r].high);
+    }
+  }
+  release_tiles();
+}
 
 TiledPanel::TiledPanel(const Quantised& weights, const uint8_t* panel, bool twice) : weights_(weights), twice_(twice) {
   static thread_local Lines<uint8_t> room;
@@ -179,6 +276,9 @@ void TiledPanel::multiply(const TiledGroup* tile, Columns* sums) const {
   kKernels[int(weights_.format)].multiply[twice_](tile, groups_, weights_.groups(), sums);
 }
 #else
+TiledPairs::TiledPairs(const Bf16*, int64_t) {}
+TiledPairs::TiledPairs(const Quantised&, const uint8_t*) {}
+void TiledPairs::multiply(const Pair*, int, Columns*) const {}
 TiledPanel::TiledPanel(const Quantised& weights, const uint8_t*, bool) : weights_(weights) {}
 TiledPanel::~TiledPanel() {}
 void TiledPanel::multiply(const TiledGroup*, Columns*) const {}

@@ -36,4 +36,25 @@ class TiledPanel {
   bool twice_;
 };
 
+// Puts up to 16 rows of pairs into a tile for each 16 pairs.
+void put_into_tile(const Pair* const* rows, int count, int64_t pairs, Pair* out);
+
+// A panel of bfloat16, or of floats of 8 bits, as tiles multiply it, until its thread makes another one.
+//
+// The sums have the order of `add_pair_products` (tiles.h) for each 32 numbers of the depth, one after another: for floats of 8
+// bits within each block, whose scale multiplies its sum.
+class TiledPairs {
+ public:
+  TiledPairs(const Bf16* panel, int64_t depth);
+  TiledPairs(const Quantised& weights, const uint8_t* panel);
+
+  // sums[r] = row r . panel for up to 32 rows, in two tiles that lie side by side.
+  void multiply(const Pair* tiles, int num_rows, Columns* sums) const;
+
+ private:
+  const uint8_t* pairs_;        // [depth / 2][32 columns] of pairs.
+  const uint8_t* scales_ = nullptr;  // Of the first block.
+  int64_t depth_, block_depth_, block_bytes_ = 0, half_bytes_ = 0;
+};
+
 }  // namespace moeserve

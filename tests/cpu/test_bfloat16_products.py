@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,31 @@ def test_a_product_is_that_of_rounded_rows(depth: int) -> None:
     found = pack_linear(weight, bias, torch.float32, narrow_rows=True)(x)
     wanted = as_multiplied(x).double() @ weight.double().T + bias
     torch.testing.assert_close(found, wanted.float(), atol=1e-5 * depth**0.5, rtol=1e-5)
+
+
+def chain(x: Tensor, weight: Tensor, depths: Iterable[int], start: Tensor) -> Tensor:
+    """Add products at some depths to `start`, each of them by one rounding: float64 holds what is rounded."""
+    for k in depths:
+        start = (start.double() + x[:, k, None].double() * weight[None, :, k].double()).float()
+    return start
+
+
+@pytest.mark.parametrize("depth", [2, 31, 64, 577])
+def test_a_product_is_summed_in_the_documented_order(depth: int) -> None:
+    assert NATIVE is not None
+    x, weight = torch.randn(37, depth).bfloat16(), torch.randn(70, depth).bfloat16()
+    found = pack_linear(weight, None, torch.float32, narrow_rows=True)(x.float())
+    zeros = torch.zeros(37, 70)
+    sums = zeros
+    if NATIVE.has_tiles:
+        for first in range(0, depth, 32):
+            last = min(first + 32, depth)
+            even, odd = (chain(x, weight, range(first + parity, last, 2), zeros) for parity in (0, 1))
+            sums = sums + (even + odd)
+    else:
+        pairs = (pair for k in range(0, depth, 2) for pair in (k + 1, k) if pair < depth)
+        sums = chain(x, weight, pairs if NATIVE.multiplies_bfloat16 else range(depth), zeros)
+    assert torch.equal(found, sums)
 
 
 def test_a_row_of_a_product_has_the_same_bits_in_any_batch_and_with_any_number_of_threads() -> None:
