@@ -82,9 +82,6 @@ MOESERVE_INLINE void fetch_quarter(TileRows& tile, int64_t key_bytes, int64_t va
   fetch_rows(tile.values, first, last, value_bytes);
 }
 
-// Whether queries and weights are rounded to bfloat16 for products with rows of a kind.
-constexpr bool takes_pairs(Kind kind) { return kMultipliesPairs && kind == Kind::kBfloat16; }
-
 // Buffers of one thread, kept from call to call.
 class Workspace {
  public:
@@ -97,7 +94,7 @@ class Workspace {
     if (kind == Kind::kInt8) {
       rounded_queries.reserve(rows, key_dim);
       integers.reserve(key_dim, value_dim);
-    } else if (takes_pairs(kind)) {
+    } else if (kind == Kind::kBfloat16) {
       query_pairs.reserve(rows * num_pairs(key_dim));
       weight_pairs.reserve(kBatchRows * kTileKeys / 2);
       pairs.reserve(key_dim, value_dim);
@@ -151,11 +148,10 @@ const Seen* find_seen(const Inputs& in, int64_t row, int64_t first_key, int64_t 
   return seen;
 }
 
-// Groups of rows, and a tile of keys and values that are numbers of a width.
-template <typename Number>
+// Groups of rows, and a tile of keys and values that are floats.
 struct WideRows {
   static void take_tile(const Inputs& in, const TileRows& tile, Workspace& work) {
-    transpose_keys<Number>(tile.keys, tile.count, in.key_dim, work.keys.data());
+    transpose_words(tile.keys, tile.count, in.key_dim, 0, (uint32_t*)work.keys.data());
   }
 
   template <int Rows>
@@ -180,7 +176,7 @@ struct WideRows {
 
   template <int Rows>
   static void add(const Inputs& in, const Group& group, const TileRows& tile, Workspace& work, float* sums) {
-    add_all_values<Rows, Number>(work.scores.data() + group.place * kTileKeys, work.shares + group.place, tile.values,
+    add_all_values<Rows>(work.scores.data() + group.place * kTileKeys, work.shares + group.place, tile.values,
                                  tile.count, in.value_dim, sums);
   }
 };
@@ -393,10 +389,8 @@ void attend_segment(const Inputs& in, const TaskSegment& part, const TaskSegment
 void attend_segment_of_kind(const Inputs& in, const TaskSegment& part, const TaskSegment& next, Workspace& work,
                             State state) {
   switch (in.kind) {
-    case Kind::kFloat32: return attend_segment<WideRows<float>>(in, part, next, work, state);
-    case Kind::kBfloat16:
-      return attend_segment<std::conditional_t<kMultipliesPairs, PairRows, WideRows<Brain>>>(in, part, next, work,
-                                                                                             state);
+    case Kind::kFloat32: return attend_segment<WideRows>(in, part, next, work, state);
+    case Kind::kBfloat16: return attend_segment<PairRows>(in, part, next, work, state);
     case Kind::kInt8: return attend_segment<IntegerRows>(in, part, next, work, state);
   }
 }
@@ -412,7 +406,7 @@ void take_queries(const Inputs& in, const Task& task, Workspace& work) {
   }
   if (in.kind == Kind::kInt8)
     work.rounded_queries.take(work.queries.data(), task.num_tokens * group, in.key_dim, in.scale);
-  if (takes_pairs(in.kind))
+  if (in.kind == Kind::kBfloat16)
     for (int64_t r = 0; r < task.num_tokens * group; ++r)
       round_to_pairs(work.queries.data() + r * in.key_dim, in.key_dim, work.query_pairs.data() + r * num_pairs(in.key_dim));
 }

@@ -103,20 +103,6 @@ static inline void transpose_words(const uint8_t* const* rows, int64_t count, in
   }
 }
 
-// Keys of float or Brain, to [dim][64], like words.
-template <typename Number>
-void transpose_keys(const uint8_t* const* rows, int64_t count, int64_t dim, float* out) {
-  if constexpr (sizeof(Number) == sizeof(float)) return transpose_words(rows, count, dim, 0, (uint32_t*)out);
-  for (int64_t column = 0; column < count; column += kLanes) {
-    for (int64_t d = 0; d < dim; d += kLanes) {
-      Floats square[kLanes];
-      for (int i = 0; i < kLanes; ++i) square[i] = load((const Number*)rows[column + i] + d);
-      transpose_16x16(square);
-      for (int i = 0; i < kLanes; ++i) store(out + (d + i) * kTileKeys + column, square[i]);
-    }
-  }
-}
-
 // scores[r] = queries[r] . keys for `Parts` parts of keys.
 template <int Rows, int Parts>
 void score_columns(const float* queries, int64_t dim, const float* keys, float* scores) {
@@ -147,7 +133,7 @@ void score(const float* queries, int64_t dim, const float* keys, float* scores) 
 }
 
 // sums[r] = shares[r] * sums[r] + weights[r] . values over `Parts` parts of channels.
-template <int Rows, int Parts, typename Number>
+template <int Rows, int Parts>
 void add_values(const float* weights, const float* shares, const uint8_t* const* values, int64_t count, int64_t channel,
                 int64_t value_dim, float* sums) {
   Part local[Rows][Parts];
@@ -158,7 +144,7 @@ void add_values(const float* weights, const float* shares, const uint8_t* const*
       local[r][p] = load_part(sums + r * value_dim + channel + p * kPartLanes) * splat_part(shares[r]);
   }
   for (int64_t k = 0; k < count; ++k) {
-    const Number* row = (const Number*)values[k] + channel;
+    const float* row = (const float*)values[k] + channel;
     Part value[Parts];
 #pragma GCC unroll 8
     for (int p = 0; p < Parts; ++p) value[p] = load_part(row + p * kPartLanes);
@@ -176,15 +162,15 @@ void add_values(const float* weights, const float* shares, const uint8_t* const*
   }
 }
 
-template <int Rows, typename Number>
+template <int Rows>
 void add_all_values(const float* weights, const float* shares, const uint8_t* const* values, int64_t count,
                     int64_t value_dim, float* sums) {
   constexpr int parts = parts_at_once(Rows);
   int64_t channel = 0;
   for (; channel + parts * kPartLanes <= value_dim; channel += parts * kPartLanes)
-    add_values<Rows, parts, Number>(weights, shares, values, count, channel, value_dim, sums);
+    add_values<Rows, parts>(weights, shares, values, count, channel, value_dim, sums);
   for (; channel < value_dim; channel += kPartLanes)
-    add_values<Rows, 1, Number>(weights, shares, values, count, channel, value_dim, sums);
+    add_values<Rows, 1>(weights, shares, values, count, channel, value_dim, sums);
 }
 
 // The keys of a tile that a row sees, from the first to before the last; either may lie outside the tile.

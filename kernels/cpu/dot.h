@@ -58,6 +58,9 @@ static inline Ints dot(Ints sums, Words codes, int32_t four) {
   } sum = {sums};
   const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(four));
   for (int p = 0; p < 4; ++p) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    sum.parts[p] = vusdotq_s32(sum.parts[p], code.parts[p], x);
+#else
     // Codes of 8 bits less 128 are signed; twice 64 makes up for it.
     const uint8x16_t turned = Narrow ? code.parts[p] : veorq_u8(code.parts[p], vdupq_n_u8(128));
     sum.parts[p] = vdotq_s32(sum.parts[p], vreinterpretq_s8_u8(turned), x);
@@ -65,6 +68,7 @@ static inline Ints dot(Ints sums, Words codes, int32_t four) {
       const int8x16_t half = vdupq_n_s8(64);
       sum.parts[p] = vdotq_s32(vdotq_s32(sum.parts[p], half, x), half, x);
     }
+#endif
   }
   return sum.whole;
 #else

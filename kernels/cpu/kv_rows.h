@@ -24,20 +24,6 @@ static inline float scale_of(const uint8_t* row, int64_t dim) {
   return scale;
 }
 
-static inline Floats load(const Brain* from) {
-  typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
-  Shorts value;
-  std::memcpy(&value, from, sizeof(value));
-  return (Floats)(__builtin_convertvector(value, Words) << 16);
-}
-
-static inline Part load_part(const Brain* from) {
-  typedef uint16_t PartShorts __attribute__((vector_size(2 * kPartLanes)));
-  PartShorts value;
-  std::memcpy(&value, from, sizeof(value));
-  return (Part)(__builtin_convertvector(value, PartWords) << 16);
-}
-
 // Rounds to the nearest, ties to even.
 static inline Brain to_brain(float x) {
   uint32_t bits;

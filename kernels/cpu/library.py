@@ -54,8 +54,8 @@ _SHORT = ("foresee",)
 class NativeKernels:
     """The functions of the compiled library, described in its sources. Most release the interpreter lock.
 
-    multiplies_bfloat16: the machine has dot products of bfloat16. has_tiles: it has tiles (AMX). multiplies_bits: it
-    has carry-less products, or an instruction for CRC-32, without which `crc32` is slow.
+    has_tiles: the machine has tiles (AMX). multiplies_bits: it has carry-less products, or an instruction for CRC-32,
+    without which `crc32` is slow.
     """
 
     linear: Callable[..., None]
@@ -85,7 +85,6 @@ class NativeKernels:
     def __init__(self, path: Path) -> None:
         library, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self._progress = c_int64.in_dll(library, "moeserve_progress")
-        self.multiplies_bfloat16 = bool(c_int64.in_dll(library, "moeserve_multiplies_pairs"))
         self.has_tiles = bool(c_int64.in_dll(library, "moeserve_has_tiles"))
         self.multiplies_bits = bool(c_int64.in_dll(library, "moeserve_multiplies_bits"))
         for name, arguments in _SIGNATURES.items():

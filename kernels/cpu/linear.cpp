@@ -109,6 +109,3 @@ extern "C" void moeserve_linear(const moeserve::Matrix* matrices, int64_t count,
                                 int64_t num_rows, float* y, int64_t y_stride) {
   moeserve::multiply_rows(matrices, count, x, x_stride, num_rows, y, y_stride);
 }
-
-// 1 if rows of bfloat16 are multiplied by dot products of pairs.
-extern "C" const int64_t moeserve_multiplies_pairs = moeserve::kMultipliesPairs;

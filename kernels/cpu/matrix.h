@@ -8,12 +8,12 @@
 namespace moeserve {
 
 // How a matrix is packed and multiplied. 0: float32; 1: bfloat16; from 3 on: the formats of quantised.h. Rows are rounded
-// to bfloat16, if the machine multiplies pairs, for 2: bfloat16, and from 64 + 3 on: the formats of floats of 8 bits.
+// to bfloat16 for 2: bfloat16, and from 64 + 3 on: the formats of floats of 8 bits.
 struct Packing {
   int64_t number;
 
   bool is_quantised() const { return number >= 3; }
-  bool is_of_pairs() const { return kMultipliesPairs && (number == 2 || number >= 64); }
+  bool is_of_pairs() const { return number == 2 || number >= 64; }
   Format format() const { return static_cast<Format>(number % 64 - 3); }
   int64_t panel_bytes(int64_t depth) const {
     if (is_quantised()) return Quantised{format(), depth, false}.panel_bytes();
@@ -88,10 +88,12 @@ void for_any_tiles(Packing packing, int64_t times, int64_t num_rows, const uint8
     return;
   }
   if (!packing.is_quantised()) {
-    if (packing.is_of_pairs())
-      return for_tiles(
-          num_rows, reinterpret_cast<const Bf16*>(panel), depth,
-          [&](int64_t r) { return reinterpret_cast<const Pair*>(rounded_of(r)); }, use);
+    if constexpr (!kHasTiles) {
+      if (packing.is_of_pairs())
+        return for_tiles(
+            num_rows, reinterpret_cast<const Bf16*>(panel), depth,
+            [&](int64_t r) { return reinterpret_cast<const Pair*>(rounded_of(r)); }, use);
+    }
     if (packing.number) return for_tiles(num_rows, reinterpret_cast<const Bf16*>(panel), depth, floats_of, use);
     return for_tiles(num_rows, reinterpret_cast<const float*>(panel), depth, floats_of, use);
   }

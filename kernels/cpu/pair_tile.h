@@ -1,8 +1,9 @@
-// A tile of 64 keys in attention over rows of bfloat16, where the machine has dot products of its pairs: queries and
-// weights are rounded to bfloat16, too, and products are summed in float32.
+// A tile of 64 keys in attention over rows of bfloat16: queries and weights are rounded to bfloat16, too, and products
+// are summed in float32.
 #pragma once
 
 #include "attention_tile.h"
+#include "dot.h"
 #include "panels.h"
 
 namespace moeserve {
@@ -37,6 +38,24 @@ struct PairTile {
     }
   }
 };
+
+// For rows that lie in no tiles.
+template <int Rows>
+void score_pairs(const Pair* queries, int64_t dim, const uint32_t* keys, float* scores);
+template <int Rows, int Parts>
+void add_pairs(const Pair* weights, const float* shares, const uint32_t* values, int64_t count, int64_t value_dim,
+               float* sums);
+
+#if !defined(__AVX512BF16__) && !defined(MOESERVE_HAS_TILES)
+// Adds the products of parts of pairs with one pair of a row, the odd number's first.
+template <int Parts>
+static MOESERVE_INLINE void add_pair(const PartWords (&both)[Parts], const Pair& x, Part (&sums)[Parts]) {
+  const Part odd = splat_part(x.odd), even = splat_part(x.even);
+#pragma GCC unroll 8
+  for (int p = 0; p < Parts; ++p)
+    sums[p] = fma_part((Part)(both[p] << 16), even, fma_part((Part)(both[p] & 0xffff0000u), odd, sums[p]));
+}
+#endif
 
 #if defined(MOESERVE_HAS_TILES)
 // scores[r] = queries[r] . keys. queries: rows of num_pairs(dim) pairs. The sums have the order of add_pair_products.
@@ -224,12 +243,65 @@ void add_pairs(const Pair* weights, const float* shares, const uint32_t* values,
     for (int p = 0; p < Parts; ++p) _mm512_storeu_ps(sums + r * value_dim + p * kLanes, local[r][p]);
   }
 }
-#else
+#elif !defined(MOESERVE_HAS_TILES)
+// The same for `Parts` parts of keys; see panels.h for the order of sums.
+template <int Rows, int Parts>
+[[gnu::noinline]] void score_parts(const Pair* queries, int64_t dim, const uint32_t* keys, float* scores) {
+  Part sums[Rows][Parts] = {};
+  const int64_t stride = num_pairs(dim);
+  for (int64_t d = 0; d < dim / 2; ++d, keys += kTileKeys) {
+    PartWords key[Parts];
+    std::memcpy(key, keys, sizeof(key));
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) add_pair(key, queries[r * stride + d], sums[r]);
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+    for (int p = 0; p < Parts; ++p) store_part(scores + r * kTileKeys + p * kPartLanes, sums[r][p]);
+  }
+}
+
 template <int Rows>
-void score_pairs(const Pair*, int64_t, const uint32_t*, float*) {}
+void score_pairs(const Pair* queries, int64_t dim, const uint32_t* keys, float* scores) {
+  constexpr int parts = parts_at_once(Rows);
+  const WithoutSubnormals flushed;
+  for (int first = 0; first < kTileKeys; first += parts * kPartLanes)
+    score_parts<Rows, parts>(queries, dim, keys + first, scores + first);
+}
 
 template <int Rows, int Parts>
-void add_pairs(const Pair*, const float*, const uint32_t*, int64_t, int64_t, float*) {}
+[[gnu::noinline]] void add_parts(const Pair* weights, const float* shares, const uint32_t* values, int64_t count,
+                                 int64_t value_dim, float* sums) {
+  Part local[Rows][Parts];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+    for (int p = 0; p < Parts; ++p)
+      local[r][p] = load_part(sums + r * value_dim + p * kPartLanes) * splat_part(shares[r]);
+  }
+  for (int64_t pair = 0; 2 * pair < count; ++pair, values += value_dim) {
+    PartWords value[Parts];
+    std::memcpy(value, values, sizeof(value));
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) add_pair(value, weights[r * (kTileKeys / 2) + pair], local[r]);
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+    for (int p = 0; p < Parts; ++p) store_part(sums + r * value_dim + p * kPartLanes, local[r][p]);
+  }
+}
+
+// Parts: of 16 channels.
+template <int Rows, int Parts>
+void add_pairs(const Pair* weights, const float* shares, const uint32_t* values, int64_t count, int64_t value_dim,
+               float* sums) {
+  constexpr int parts = std::min(parts_at_once(Rows), Parts * kLanes / kPartLanes);
+  const WithoutSubnormals flushed;
+  for (int first = 0; first < Parts * kLanes; first += parts * kPartLanes)
+    add_parts<Rows, parts>(weights, shares, values + first, count, value_dim, sums + first);
+}
 #endif
 
 }  // namespace moeserve

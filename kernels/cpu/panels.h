@@ -1,9 +1,11 @@
 // Products with weights in panels: 32 output columns, depth after depth. A panel of 16-bit weights keeps the columns
 // (j, 16 + j) as the two halves of one 32-bit word, so that widening to float32 takes a shift and a mask.
 //
-// Every result is one chain of fused multiply-adds over the depth in order, or of dot products of pairs, whatever the
-// number of rows: a row has the same bits in any batch.
+// Every result is one chain of fused multiply-adds over the depth, whatever the number of rows: a row has the same bits in
+// any batch.
 #pragma once
+
+#include <algorithm>
 
 #include "tiles.h"
 
@@ -66,8 +68,8 @@ static inline void step(const float* const (&row)[Rows], const Weight* panel, in
   }
 }
 
-// sums[r] = rows[r] . panel, for rows of `depth` floats.
-template <int Rows, typename Weight>
+// sums[r] = rows[r] . panel, for rows of `depth` floats. OddFirst: of each two depths the second one is multiplied first.
+template <int Rows, bool OddFirst = false, typename Weight>
 static inline void multiply(const float* const* rows, const Weight* panel, int64_t depth, Columns* sums) {
   Part local[Rows][kColumnParts];
   const float* row[Rows];
@@ -80,9 +82,9 @@ static inline void multiply(const float* const* rows, const Weight* panel, int64
   int64_t k = 0;
   for (; k + 4 <= depth; k += 4) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) step<Rows>(row, panel, k + i, local);
+    for (int i = 0; i < 4; ++i) step<Rows>(row, panel, k + (OddFirst ? i ^ 1 : i), local);
   }
-  for (; k < depth; ++k) step<Rows>(row, panel, k, local);
+  for (; k < depth; ++k) step<Rows>(row, panel, OddFirst ? std::min(k ^ 1, depth - 1) : k, local);
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
@@ -91,29 +93,41 @@ static inline void multiply(const float* const* rows, const Weight* panel, int64
   }
 }
 
-// Two numbers of a row in bfloat16, the one of lower depth in the low half. A zero follows a row of odd depth.
+// Two numbers of a row, rounded to bfloat16. A zero follows a row of odd depth.
+#if defined(__AVX512BF16__) || defined(MOESERVE_HAS_TILES)
 struct Pair {
-  int32_t bits;
+  int32_t bits;  // The number of lower depth in the low half.
 };
+#else
+struct Pair {
+  float even, odd;
+};
+#endif
 
 static inline int64_t num_pairs(int64_t depth) { return (depth + kPanelColumns - 1) / kPanelColumns * kLanes; }
 
-// Rounds 32 numbers to 16 pairs. Subnormal numbers become zeros.
+// Numbers rounded to bfloat16, in the upper halves of words. Subnormal numbers become zeros.
+static inline Words round_to_upper(Floats value) {
+  const auto choose = [](Ints condition, Words yes, Words no) { return condition ? yes : no; };
+  const Words bits = (Words)value, magnitude = bits & 0x7fffffffu;
+  Words rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+  rounded = choose((Ints)(magnitude > 0x7f800000u), bits | 0x400000u, rounded);
+  rounded = choose((Ints)(magnitude < 0x00800000u), bits & 0x80000000u, rounded);
+  return rounded & 0xffff0000u;
+}
+
+// Rounds 32 numbers to 16 pairs.
 static inline void store_pairs(Floats low, Floats high, Pair* out) {
 #if defined(__AVX512BF16__)
   _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-#else
+#elif defined(MOESERVE_HAS_TILES)
   typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
-  Shorts halves[2];
-  for (int half = 0; half < 2; ++half) {
-    const Words bits = (Words)(half ? high : low), magnitude = bits & 0x7fffffffu;
-    const auto choose = [](Ints condition, Words yes, Words no) { return condition ? yes : no; };
-    Words rounded = bits + 0x7fffu + (bits >> 16 & 1u);
-    rounded = choose((Ints)(magnitude > 0x7f800000u), bits | 0x400000u, rounded);
-    rounded = choose((Ints)(magnitude < 0x00800000u), bits & 0x80000000u, rounded);
-    halves[half] = __builtin_convertvector(rounded >> 16, Shorts);
-  }
-  std::memcpy(out, halves, sizeof(halves));
+  const Shorts shorts[2] = {__builtin_convertvector(round_to_upper(low) >> 16, Shorts),
+                            __builtin_convertvector(round_to_upper(high) >> 16, Shorts)};
+  std::memcpy(out, shorts, sizeof(shorts));
+#else
+  const Words numbers[2] = {round_to_upper(low), round_to_upper(high)};
+  std::memcpy(out, numbers, sizeof(numbers));
 #endif
 }
 
@@ -128,10 +142,9 @@ static inline void round_to_pairs(const float* x, int64_t depth, Pair* out) {
   store_pairs(load(left), load(left + kLanes), out);
 }
 
+// sums[r] = rows[r] . panel, one chain of fused multiply-adds over the depth, of each pair the odd number first.
 #if defined(__AVX512BF16__)
-constexpr bool kMultipliesPairs = true;
-
-// sums[r] = rows[r] . panel, two depths at a time: each pair of products is added by one instruction.
+// Each pair of products is added by one instruction.
 template <int Rows>
 static inline void multiply(const Pair* const* rows, const Bf16* panel, int64_t depth, Columns* sums) {
   __m512 low[Rows], high[Rows];
@@ -155,11 +168,19 @@ static inline void multiply(const Pair* const* rows, const Bf16* panel, int64_t 
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) sums[r] = {(Floats)low[r], (Floats)high[r]};
 }
-#else
-constexpr bool kMultipliesPairs = kHasTiles;  // Where it does not, rows stay floats.
+#elif !defined(MOESERVE_HAS_TILES)
+template <int Rows>
+[[gnu::noinline]] void multiply_odd_first(const float* const* rows, const Bf16* panel, int64_t depth, Columns* sums) {
+  multiply<Rows, true>(rows, panel, depth, sums);
+}
 
 template <int Rows>
-static inline void multiply(const Pair* const*, const Bf16*, int64_t, Columns*) {}
+static inline void multiply(const Pair* const* rows, const Bf16* panel, int64_t depth, Columns* sums) {
+  const float* numbers[Rows];
+  for (int r = 0; r < Rows; ++r) numbers[r] = &rows[r]->even;
+  const WithoutSubnormals flushed;
+  multiply_odd_first<Rows>(numbers, panel, depth, sums);
+}
 #endif
 
 // The same for a number of rows that is known at run time: 1 ... kTileRows.

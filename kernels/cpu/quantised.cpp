@@ -1,6 +1,7 @@
 // The products of quantised.h with tiles of rows, and the rounding of rows to 8 bits.
 #include "groups.h"
 #include "lines.h"
+#include "tiles.h"
 
 #include <algorithm>
 #include <array>
@@ -129,6 +130,10 @@ void multiply_rounded(const Rounded* const* rows, int64_t rest, const uint8_t* p
   }
 }
 
+template <Format F, int Rows>
+void multiply_pairs(const Pair* const* rows, const uint8_t* panel, const uint8_t* pairs, int64_t num_blocks,
+                    Columns* sums);
+
 #if defined(__AVX512BF16__)
 // The weights of 16 columns at two depths: 32 floats of 8 bits, depth after depth. bfloat16 holds each of them, but a
 // product would take its subnormal numbers for zero: they are looked up.
@@ -202,8 +207,51 @@ inline Words pairs_of_e4m3(const uint8_t* from) {
   return first >> 16 | (second & 0xffff0000u);
 }
 
-template <Format, int Rows>
-void multiply_pairs(const Pair* const*, const uint8_t*, const uint8_t*, int64_t, Columns*) {}
+#if !defined(MOESERVE_HAS_TILES)
+// The products of a block, in the order of panels.h.
+template <int Rows, int Pairs>
+[[gnu::noinline]] void multiply_block(const Pair* const (&row)[Rows], const uint8_t* pairs, Columns* products) {
+  Part sums[Rows][kColumnParts] = {};
+  for (int i = 0; i < Pairs; ++i, pairs += sizeof(PartWords) * kColumnParts) {
+#pragma GCC unroll 8
+    for (int p = 0; p < kColumnParts; ++p) {
+      const PartWords both = load_part_words(pairs + p * sizeof(PartWords));
+#pragma GCC unroll 12
+      for (int r = 0; r < Rows; ++r) {
+        const Part odd = fma_part((Part)(both & 0xffff0000u), splat_part(row[r][i].odd), sums[r][p]);
+        sums[r][p] = fma_part((Part)(both << 16), splat_part(row[r][i].even), odd);
+      }
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int p = 0; p < kColumnParts; ++p)
+      store_part(reinterpret_cast<float*>(products + r) + p * kPartLanes, sums[r][p]);
+}
+
+template <Format F, int Rows>
+void multiply_pairs(const Pair* const* rows, const uint8_t* panel, const uint8_t* pairs, int64_t num_blocks,
+                    Columns* sums) {
+  constexpr Traits format = traits_of(F);
+  constexpr int num_pairs = format.depth() / 2;
+  const uint8_t* scales = panel + (format.super_bytes() ? 0 : format.code_bytes());
+  const Pair* row[Rows];
+  for (int r = 0; r < Rows; ++r) row[r] = rows[r], sums[r] = Columns{};
+  for (int64_t block = 0; block < num_blocks; ++block, scales += format.block_bytes()) {
+    Columns products[Rows];
+    {
+      const WithoutSubnormals flushed;
+      multiply_block<Rows, num_pairs>(row, pairs + block * num_pairs * sizeof(Columns), products);
+    }
+    const Floats low = load(reinterpret_cast<const float*>(scales));
+    const Floats high = load(reinterpret_cast<const float*>(scales + num_blocks * format.block_bytes()));
+    for (int r = 0; r < Rows; ++r) {
+      sums[r].low = moeserve::fma(products[r].low, low, sums[r].low);
+      sums[r].high = moeserve::fma(products[r].high, high, sums[r].high);
+      row[r] += num_pairs;
+    }
+  }
+}
+#endif
 #endif
 
 template <Format F>
@@ -252,7 +300,7 @@ constexpr std::array<RoundedTile, kRoundedRows> rounded_tiles(std::index_sequenc
 
 template <Format F, size_t... Size>
 constexpr std::array<PairTile, kNumTileSizes> pair_tiles(std::index_sequence<Size...>) {
-  if constexpr (takes_pairs(F)) return {&multiply_pairs<F, kTileSizes[Size]>...};
+  if constexpr (takes_pairs(F) && !kHasTiles) return {&multiply_pairs<F, kTileSizes[Size]>...};
   return {};
 }
 

@@ -88,7 +88,13 @@ constexpr const Traits& traits_of(Format format) { return kTraits[int(format)]; 
 constexpr bool takes_rounded(Format format) { return traits_of(format).code != Code::kE4m3; }
 
 // Whether rows can be rounded to bfloat16 for products with weights of a format, which are bfloat16 times a scale.
-constexpr bool takes_pairs(Format format) { return kMultipliesPairs && traits_of(format).code == Code::kE4m3; }
+constexpr bool takes_pairs(Format format) { return traits_of(format).code == Code::kE4m3; }
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairProducts = true;  // Instructions that multiply pairs.
+#else
+constexpr bool kHasPairProducts = false;
+#endif
 
 constexpr float kRestUnits = 256.0f;
 
@@ -145,7 +151,7 @@ struct Ahead {
 // its remainder, for rows that were rounded twice: only for formats of 8 bits.
 using RoundedTile = void (*)(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t num_blocks,
                              const Ahead& ahead, Columns* sums);
-// The same for up to kTileRows rows. pairs: its weights as `Expand` writes them, or null.
+// The same for up to kTileRows rows. pairs: its weights as `Expand` writes them, or null if kHasPairProducts.
 using PairTile = void (*)(const Pair* const* rows, const uint8_t* panel, const uint8_t* pairs, int64_t num_blocks,
                           Columns* sums);
 using WideTile = void (*)(const float* const* rows, const uint8_t* half, int64_t num_blocks, Floats* sums);
@@ -190,7 +196,7 @@ static inline void for_pair_tiles(int64_t num_rows, const Quantised& weights, co
                                   Use use) {
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   const int64_t num_blocks = weights.depth / traits_of(weights.format).depth();
-  const uint8_t* pairs = num_tiles > 1 ? expanded_panel(weights, panel) : nullptr;
+  const uint8_t* pairs = num_tiles > 1 || !kHasPairProducts ? expanded_panel(weights, panel) : nullptr;
   Columns sums[kTileRows + 1];
   const Pair* rows[kTileRows + 1];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {

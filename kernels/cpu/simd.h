@@ -91,6 +91,28 @@ static inline Floats fma(Floats a, Floats b, Floats c) {
   return z.whole;
 }
 
+// Zeros stand for subnormal numbers that are read or computed while it lives, as in dot products of bfloat16. What is
+// computed meanwhile must be a function that is not inlined: the compiler knows nothing of this.
+class WithoutSubnormals {
+ public:
+#if defined(__x86_64__)
+  WithoutSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~WithoutSubnormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#elif defined(__aarch64__)
+  WithoutSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" : : "r"(before_ | 1 << 24) : "memory");
+  }
+  ~WithoutSubnormals() { asm volatile("msr fpcr, %0" : : "r"(before_) : "memory"); }
+
+ private:
+  uint64_t before_;
+#endif
+};
+
 // As an expression of the language, so that the compiler finds the instructions for blends and maxima.
 static inline Floats select(Ints condition, Floats yes, Floats no) { return condition ? yes : no; }
 

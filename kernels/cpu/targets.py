@@ -13,6 +13,8 @@ _HAS_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt", "pc
 _HAS_V4 = _HAS_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = (*_V4, "-mavx512vnni", "-mavx512bf16")
 _HAS_BF16 = _HAS_V4 | {"avx512_vnni", "avx512_bf16"}
+_ARM = "-march=armv8.2-a+dotprod+crc"
+_HAS_DOTPROD = frozenset({"asimd", "asimddp", "crc32"})
 _HAS_TILES = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
 
 
@@ -42,12 +44,8 @@ TARGETS = (
     Target("avx512", "x86_64", _V4, _HAS_V4),
     Target("avx-vnni", "x86_64", (*_V3, "-mavxvnni"), _HAS_V3 | {"avx_vnni"}),
     Target("x86-64-v3", "x86_64", _V3, _HAS_V3),
-    Target(
-        "aarch64-dotprod",
-        "aarch64",
-        ("-march=armv8.2-a+dotprod+crc",),
-        frozenset({"asimd", "asimddp", "crc32"}),
-    ),
+    Target("aarch64-i8mm", "aarch64", (f"{_ARM}+i8mm",), _HAS_DOTPROD | {"i8mm"}),
+    Target("aarch64-dotprod", "aarch64", (_ARM,), _HAS_DOTPROD),
 )
 # Any other processor, compiled for where it is.
 OTHER = Target("native", None, ("-march=native",), frozenset())

@@ -114,10 +114,8 @@ template <int C, int A, int B>
 // subnormal numbers count as zeros and become zeros.
 template <int C, int A, int B>
 static inline void add_pair_products() {
-  const unsigned before = _mm_getcsr();
-  _mm_setcsr(0x9fc0);  // Zeros for subnormal numbers that are read or computed; no traps.
+  const WithoutSubnormals flushed;
   add_flushed_pairs<C, A, B>();
-  _mm_setcsr(before);
 }
 #elif defined(__AMX_TILE__)
 // Written out: the compiler's own functions take the numbers of tiles as text alone, and do not say that they read

@@ -269,8 +269,7 @@ def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:
     """Return how a rank multiplies, for people: `float32`, or with `products of bfloat16` or `weights int4, activations
     int8 within products` behind it."""
     name, rounding = str(plan.dtype).removeprefix("torch."), plan.rounding
-    kernels = native_kernels() if rounding.narrow else None
-    narrow = kernels is not None and kernels.multiplies_bfloat16
+    narrow = rounding.narrow and native_kernels() is not None
     if narrow:
         name += ", products of bfloat16"
     kept = config.kv_cache_dtype

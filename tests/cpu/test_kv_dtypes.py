@@ -39,11 +39,6 @@ pytestmark = pytest.mark.usefixtures("inference")
 BLOCK_SIZE = 8
 
 
-def multiplies_bfloat16() -> bool:
-    kernels = native_kernels()
-    return kernels is not None and kernels.multiplies_bfloat16
-
-
 kinds = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 
 
@@ -98,23 +93,12 @@ def test_attention_is_that_of_the_widened_rows(
     flags = {"scale": dim**-0.5, "window": window, "sinks": torch.randn(heads) if with_sinks else None}
     table = torch.tensor(blocks.tolist(), dtype=torch.int32).repeat(3, 1)
     lengths, starts = torch.tensor([605, 701, 21]), plan.arrays().first_rows
-    rounds = dtype == torch.bfloat16 and body is paged_attention and multiplies_bfloat16()
+    rounds = dtype == torch.bfloat16 and body is paged_attention and native_kernels() is not None
     asked = q.bfloat16().float() if rounds else q
     expected = paged_attention_reference(asked, keys, values, table, lengths, starts, block_size=BLOCK_SIZE, **flags)
     # Each weight is off by up to 2^-9 of itself where it is rounded.
     atol = 2**-9 * values.abs().max().item() if rounds else 4e-4
     torch.testing.assert_close(body(q, keys, values, plan, **flags), expected, atol=atol, rtol=1e-3)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_rows_of_bfloat16_are_multiplied_with_the_bits_of_the_widened_rows(window: int | None) -> None:
-    if multiplies_bfloat16():
-        pytest.skip("Queries and weights are rounded on this machine.")
-    keys, values = pools(3, 64, torch.bfloat16)
-    plan = AttentionPlan([ChunkSpan(40, 600, array("i", range(128)))], BLOCK_SIZE)
-    q = torch.randn(40, 9, 64)
-    found = paged_attention(q, keys, values, plan, scale=0.125, window=window)
-    assert torch.equal(found, paged_attention(q, keys.float(), values.float(), plan, scale=0.125, window=window))
 
 
 @kinds

@@ -32,9 +32,8 @@ TESTS_OF_KERNELS = (
     "test_quantised_kernels",
     "test_recurrent_kernels",
 )
-# Cases that round rows to bfloat16 where the processor has dot products of bfloat16, add up even and odd numbers by
-# themselves where it has tiles, and leave rows floats elsewhere.
-OF_DOTS_OF_BFLOAT16 = ("times bfloat16", "attention torch.bfloat16")
+# Cases that tiles sum in an order of their own.
+OF_PAIRS = ("times bfloat16", "attention torch.bfloat16")
 OF_THE_C_LIBRARY = {"experts gelu", "recurrent"}  # They call its erf, exp and log1p.
 TARGETS = [target for target in suitable_targets() if target != OTHER]
 PLAIN = next(target for target in reversed(TARGETS) if target != IN_SOFTWARE)
@@ -67,9 +66,9 @@ def digests(target: Target, *emulator: str) -> dict[str, str]:
 
 
 def same(target: Target, names: Iterable[str]) -> list[str]:
-    """Return the cases whose bits are the same with a target as on a processor without dot products of bfloat16."""
-    has_dots = "avx512_bf16" in target.features or target == IN_SOFTWARE
-    return [name for name in names if not has_dots or not any(part in name for part in OF_DOTS_OF_BFLOAT16)]
+    """Return the cases whose bits are the same with a target as with all that have no tiles."""
+    has_tiles = target.name.startswith("amx")
+    return [name for name in names if not has_tiles or not any(part in name for part in OF_PAIRS)]
 
 
 @pytest.mark.kernel_change

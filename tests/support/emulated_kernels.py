@@ -34,7 +34,6 @@ class EmulatedKernels(library.NativeKernels):
             [EMULATOR, "-L", SYSTEM, str(runner), str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._memory = os.open("/proc/self/mem", os.O_RDONLY)
-        self.multiplies_bfloat16 = bool(self._call("moeserve_multiplies_pairs", [_NUMBER], []))
         self.has_tiles = bool(self._call("moeserve_has_tiles", [_NUMBER], []))
         self.multiplies_bits = bool(self._call("moeserve_multiplies_bits", [_NUMBER], []))
         for name, types in library._SIGNATURES.items():
