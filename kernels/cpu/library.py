@@ -40,6 +40,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "mamba2_scan": (_P, _N, _P, _N, _P, _P, _P, _R, _R, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
     "gated_norm": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
     "crc32": (_P, _N, _N),
+    "multiply_tiles": (_N, _N),
     "compute_alone": (),
     "count_threads_with": (_P,),
 }
@@ -79,6 +80,7 @@ class NativeKernels:
     mamba2_scan: Callable[..., None]
     gated_norm: Callable[..., None]
     crc32: Callable[[int, int, int], int]
+    multiply_tiles: Callable[[int, int], None]
     compute_alone: Callable[[], None]
     count_threads_with: Callable[[int], None]
 

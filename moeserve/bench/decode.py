@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.cpu.library import native_kernels
+from kernels.cpu.library import NativeKernels, native_kernels
 from kernels.cpu.packing import WeightMemory
 from kernels.linear import Linear
 from kernels.moe import expert_layout
 from kernels.ops import CpuOps
 from kernels.packed_experts import ExpertShape, PackedExperts
-from kernels.weight_formats import FORMATS, Arithmetic, Matrix, QuantizedRows, WeightFormat
+from kernels.weight_formats import FORMATS, FP8_FORMATS, Arithmetic, Matrix, QuantizedRows, WeightFormat
 from moeserve.model.checkpoint import read_index
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.rounding import fine, format_in_file
@@ -29,6 +29,9 @@ from moeserve.model.spec import AttentionSpec, ModelError
 ROWS = (1, 4, 16, 256)
 _READ_BYTES = 2**30  # memory whose reading is timed
 _BEST_OF = 5  # the shortest of this number of times counts
+_TILE_BATCHES = 4096  # of 64 products of tiles, whose time tells how fast they are
+_TILE_OPERATIONS = 64 * 2 * 16 * 16 * 32
+_ROWS_IN_TILES = 16  # the fewest that rows of bytes fill
 _CACHED = 1024  # rows and depth of the matrix that tells how fast products are beside the caches
 
 
@@ -164,6 +167,31 @@ def read_bandwidth() -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class TileRates:
+    """The operations per second of products of tiles in registers: of pairs of bfloat16, and of groups of 32 bytes."""
+
+    of_pairs: float
+    of_bytes: float
+
+    def bound(self, name: str, num_rows: int, arithmetic: Arithmetic, *, narrow_rows: bool) -> float | None:
+        """Return the rate that bounds products with weights of a format; None where they take no tiles."""
+        if name == "bfloat16" or FORMATS[name] in FP8_FORMATS:
+            return self.of_pairs if narrow_rows else None
+        return self.of_bytes if arithmetic == "int8" and num_rows >= _ROWS_IN_TILES else None
+
+
+def read_tile_rates(kernels: NativeKernels) -> TileRates | None:
+    """Time tiles on all threads; None where the machine has none."""
+    if not kernels.has_tiles:
+        return None
+    of_bytes, of_pairs = (
+        _TILE_BATCHES * _TILE_OPERATIONS / best_seconds(partial(kernels.multiply_tiles, _TILE_BATCHES, int(is_pairs)))
+        for is_pairs in (False, True)
+    )
+    return TileRates(of_pairs, of_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Figure:
     """One step of `num_rows` rows: its bytes of weights and operations per second. cached_rate: see `Products`."""
 
@@ -209,7 +237,7 @@ def command(
     name: str, layers: int, formats: tuple[str, ...], arithmetic: Arithmetic, dtype: str, threads: int | None
 ) -> None:
     """Time the products of a step with random weights of a shape, for each format and number of rows."""
-    if native_kernels() is None:
+    if (kernels := native_kernels()) is None:
         raise click.ClickException("There are no compiled kernels on this machine.")
     if threads is not None:
         torch.set_num_threads(threads)
@@ -219,13 +247,19 @@ def command(
             shape, stored = shape_of(name)
         except ModelError as error:
             raise click.ClickException(str(error)) from error
-    bandwidth = read_bandwidth()
+    bandwidth, tiles = read_bandwidth(), read_tile_rates(kernels)
     click.echo(f"{name}, {layers} layers and the head, {torch.get_num_threads()} threads, {arithmetic} arithmetic")
     click.echo(f"memory is read at {bandwidth / 1e9:.1f} GB/s\n")
-    click.echo(f"| weights | rows | ms | rows/s | GB/s | of the memory | GOP/s | of the cached |\n{'|---' * 8}|")
+    heads = ["weights", "rows", "ms", "rows/s", "GB/s", "of the memory", "GOP/s", "of the cached"]
+    if tiles is not None:
+        rates = f"{tiles.of_pairs / 1e9:.0f} GOP/s in bfloat16, {tiles.of_bytes / 1e9:.0f} in groups of bytes"
+        click.echo(f"tiles by themselves: {rates}\n")
+        heads.append("of the tiles")
+    click.echo(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     names = formats or stored or ("bfloat16", "q8_0", "q4_0", "q4_k", "q6_k")
-    for figure in measure(shape, layers, names, arithmetic, narrow_rows=dtype == "bfloat16"):
-        cells = (
+    narrow = dtype == "bfloat16"
+    for figure in measure(shape, layers, names, arithmetic, narrow_rows=narrow):
+        cells = [
             figure.form,
             str(figure.num_rows),
             f"{figure.seconds * 1e3:.2f}",
@@ -234,5 +268,8 @@ def command(
             f"{figure.bytes_per_second / bandwidth:.0%}",
             f"{figure.operations_per_second / 1e9:.0f}",
             f"{figure.operations_per_second / figure.cached_rate:.0%}",
-        )
+        ]
+        if tiles is not None:
+            bound = tiles.bound(figure.form, figure.num_rows, arithmetic, narrow_rows=narrow)
+            cells.append("" if bound is None else f"{figure.operations_per_second / bound:.0%}")
         click.echo(f"| {' | '.join(cells)} |")

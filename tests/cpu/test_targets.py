@@ -60,8 +60,8 @@ def test_the_kernels_of_every_target_pass_their_tests(target: Target) -> None:
     run(target, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", *files)
 
 
-def digests(target: Target, *emulator: str) -> dict[str, str]:
-    found: dict[str, str] = json.loads(run(target, "-m", *emulator, "tests.support.kernel_bits", "10"))
+def digests(target: Target, *emulator: str, batches: int = 10) -> dict[str, str]:
+    found: dict[str, str] = json.loads(run(target, "-m", *emulator, "tests.support.kernel_bits", str(batches)))
     return found
 
 
@@ -73,10 +73,11 @@ def same(target: Target, names: Iterable[str]) -> list[str]:
 
 @pytest.mark.kernel_change
 @pytest.mark.timeout(1800)
-def test_every_target_computes_the_same_bits() -> None:
-    wanted = digests(PLAIN)
+@pytest.mark.parametrize("batches", [10, pytest.param(200, marks=pytest.mark.long)])
+def test_every_target_computes_the_same_bits(batches: int) -> None:
+    wanted = digests(PLAIN, batches=batches)
     for target in TARGETS:
-        found = digests(target)
+        found = digests(target, batches=batches)
         assert found.keys() == wanted.keys()
         assert [name for name in same(target, wanted) if found[name] != wanted[name]] == [], target.name
 
