@@ -390,7 +390,9 @@ class ServeConfig:
     )
     max_num_seqs: int = _memory(64, "Requests that run at once.", on_gpu=256, minimum=1)
     max_num_batched_tokens: int | None = _memory(
-        None, "Tokens per step and rank; unless given 256 on a CPU, 4096 on a GPU.", minimum=1
+        None,
+        "Tokens per step and rank; unless given 256 on a CPU, 2048 in tiles (AMX) of one rank, 4096 on a GPU.",
+        minimum=1,
     )
     max_num_queued_reqs: int = _memory(256, "Requests that may wait; one more is refused with 503.", minimum=0)
     slo: str = _memory(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from kernels.cpu.library import computes_in_tiles
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.settings.quantities import show_size
 from radix_cache import least_window_blocks
@@ -24,6 +25,9 @@ _OF_A_CPU = ("quantization", "arithmetic")
 GRAPH_BYTES = 512 * 2**20
 # A prompt's chunk costs a GPU hardly more than a decode step: both read all experts.
 _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
+# Each of 128 experts, 8 for a token, gets 128 rows of so many tokens, which tiles (AMX) multiply at their rate. `Pace`
+# cuts steps that would take too long for the requests beside them.
+_TOKENS_IN_TILES = 2048
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -142,8 +146,10 @@ def too_few_gpus(config: ServeConfig, num_gpus: int) -> str | None:
 
 
 def step_budget(config: ServeConfig, device: str = "cpu") -> int:
-    """Return the most tokens per step and rank."""
-    return config.max_num_batched_tokens or max(_USUAL_TOKENS[device], config.max_num_seqs)
+    """Return the most tokens per step and rank. Several ranks, whose processors may differ, have steps of one size."""
+    in_tiles = device == "cpu" and config.num_ranks == 1 and computes_in_tiles()
+    usual = _TOKENS_IN_TILES if in_tiles else _USUAL_TOKENS[device]
+    return config.max_num_batched_tokens or max(usual, config.max_num_seqs)
 
 
 def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, own_cgroup: Path = _OWN_CGROUP) -> int:

@@ -144,6 +144,12 @@ def kernels_in_use() -> str | None:
     return f"{found.target.name}, {'of the wheel' if found.carried else 'compiled here'}"
 
 
+def computes_in_tiles() -> bool:
+    """Return whether this processor's kernels multiply rows in tiles; neither builds nor loads them."""
+    wanted = _wanted()
+    return (suitable_targets()[0].name if wanted == "auto" else wanted) == "amx"
+
+
 def find_library(carried: Path = CARRIED) -> Found:
     """Return the library for this processor or for the target in `MOESERVE_CPU_KERNELS`: of `carried`, else compiled.
 

@@ -126,6 +126,16 @@ def test_every_rank_of_a_machine_needs_a_gpu() -> None:
     assert "4 ranks on a machine need a GPU each, and torch finds 3 here" in (too_few_gpus(config, 3) or "")
 
 
-def test_steps_on_a_gpu_are_larger_unless_said_otherwise() -> None:
+def test_steps_on_a_gpu_are_larger_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeserve.device.computes_in_tiles", lambda: False)
     assert (step_budget(ServeConfig()), step_budget(ServeConfig(), "cuda")) == (256, 4096)
     assert step_budget(ServeConfig(max_num_batched_tokens=100), "cuda") == 100
+
+
+def test_steps_of_one_rank_are_larger_on_a_processor_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeserve.device.computes_in_tiles", lambda: True)
+    assert step_budget(ServeConfig()) == 2048
+    assert step_budget(ServeConfig(max_num_batched_tokens=100)) == 100
+    for several in ("expert_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"):
+        assert step_budget(ServeConfig(**{several: 2})) == 256  # type: ignore[arg-type]
+    assert step_budget(ServeConfig(), "cuda") == 4096

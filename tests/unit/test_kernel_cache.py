@@ -113,6 +113,17 @@ def test_a_process_that_linux_grants_no_tiles_computes_with_the_next_target(monk
     assert suitable_targets()[0] == second
 
 
+def test_a_process_computes_in_tiles_where_it_takes_the_target_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, second = targets_of("x86_64")[:2]
+    on_a_processor(monkeypatch, "x86_64", best.features)
+    assert library.computes_in_tiles()
+    monkeypatch.setenv("MOESERVE_CPU_KERNELS", second.name)
+    assert not library.computes_in_tiles()
+    monkeypatch.delenv("MOESERVE_CPU_KERNELS")
+    on_a_processor(monkeypatch, "x86_64", second.features)
+    assert not library.computes_in_tiles()
+
+
 def test_tiles_in_software_are_only_for_those_who_ask_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_processor(monkeypatch, "x86_64", targets_of("x86_64")[0].features)
     assert suitable_targets()[-1] == IN_SOFTWARE
