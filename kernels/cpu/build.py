@@ -69,7 +69,7 @@ def build_library(target: Target, cache_dir: Path | None = None) -> Path:
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise KernelBuildError("There is no C++ compiler (g++).")
+        raise KernelBuildError("There is no C++ compiler: install g++ (apt install g++).")
     here = Path(__file__).parent
     cache_dir = cache_dir or _cache_dir()
     name = f"{target.name}-{_fingerprint(compiler, target, here)}"

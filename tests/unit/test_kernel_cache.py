@@ -36,6 +36,12 @@ def calls(compiler: Path) -> int:
     return len((compiler.parent / "calls").read_text().splitlines())
 
 
+def test_a_missing_compiler_is_said_with_the_package_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-compiler")
+    with pytest.raises(KernelBuildError, match="There is no C\\+\\+ compiler: install g"):
+        build_library(OTHER)
+
+
 def test_a_sound_library_is_not_built_again(compiler: Path, tmp_path: Path) -> None:
     first = build_library(OTHER, tmp_path / "cache")
     assert build_library(OTHER, tmp_path / "cache") == first
