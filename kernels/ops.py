@@ -33,6 +33,8 @@ from kernels.weight_formats import Arithmetic, Matrix, QuantizedRows, widened
 
 # x [T, H, K] -> [T, H, N], with one projection per head.
 HeadLinear = Callable[[Tensor], Tensor]
+# ids [T] -> rows [T, N] of a table, a new tensor.
+Table = Callable[[Tensor], Tensor]
 # x [T, H] -> [T, H], a dense gated feed-forward block.
 GatedBlock = Callable[[Tensor], Tensor]
 # Attention's information on a step's rows, made for one kind of device and read only by its operations.
@@ -78,6 +80,9 @@ class Ops(Protocol):
 
     def pack_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Pack weight [N, K] and bias [N], on the device, for inputs of `dtype`."""
+
+    def pack_table(self, table: Matrix, dtype: torch.dtype) -> Table:
+        """Keep a table [N, K] on the device, whose rows are wanted in `dtype`."""
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
         """Pack weight [H, N, K], on the device, for inputs of `dtype`."""
@@ -230,6 +235,12 @@ class CpuOps:
         return pack_linear(
             weight, bias, dtype, arithmetic=self._arithmetic, narrow_rows=self._narrow_rows, take=self._memory.take
         )
+
+    def pack_table(self, table: Matrix, dtype: torch.dtype) -> Table:
+        """Keep a table in its own bits: rows are widened when they are looked up."""
+        if isinstance(table, QuantizedRows):
+            return lambda ids: table.rows(ids).dequantise().to(dtype)
+        return lambda ids: table[ids].to(dtype)
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
         return _LinearPerHead([pack_linear(head.contiguous(), dtype=dtype) for head in weight])

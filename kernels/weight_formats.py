@@ -8,13 +8,15 @@ the layouts of experts take them in place of a float matrix, and repack them for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from kernels.weight_codes import dequantise
 
 # How products with quantised weights are computed. int8: rows are rounded to 8 bits in blocks of 32, and the products
 # of a block are summed as integers. exact: rows stay float32, weights are widened to float32 in the cache.
@@ -144,7 +146,7 @@ class QuantizedRows:
     def dequantise(self) -> Tensor:
         """Return the weights [N, depth] in float32, with the bits that ggml's definitions of its formats give."""
         blocks = self.data.reshape(self.shape[0], -1, self.format.block_bytes)
-        weights = _WIDEN[self.format](blocks).reshape(self.shape)
+        weights = dequantise(self.format.name, blocks).reshape(self.shape)
         return weights if self.order is None else weights[:, self.order.argsort()]
 
 
@@ -283,145 +285,3 @@ def _halves_of_pairs(pairs: Tensor) -> Tensor:
 def _check_e4m3(numbers: Tensor) -> None:
     if bool((numbers.view(torch.uint8) & 127 == 127).any()):
         raise ValueError("it holds what is no number")
-
-
-def _numbers(blocks: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-    """Return the number of `dtype` at byte `first` of each block, [..., 1] float32."""
-    return blocks[..., first : first + dtype.itemsize].contiguous().view(dtype).float()
-
-
-def _nibbles(low_and_high: Tensor) -> Tensor:
-    """Return the codes of bytes [..., n]: their low halves, then their high halves, [..., 2 n]."""
-    return torch.cat([low_and_high & 15, low_and_high >> 4], -1)
-
-
-def _widen_int4(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    codes = _nibbles(blocks[..., 3:]).float() - blocks[..., 2:3].float()
-    return _numbers(blocks, 0, dtype) * codes
-
-
-def _widen_q4_1(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[..., 4:]).float()
-    return _numbers(blocks, 0, torch.float16) * codes + _numbers(blocks, 2, torch.float16)
-
-
-def _codes_of_five_bits(bits_and_halves: Tensor) -> Tensor:
-    """Return the codes of bytes [..., 20]: their fifth bits, then their halves as of codes of 4 bits."""
-    fifth = bits_and_halves[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    return (_nibbles(bits_and_halves[..., 4:]) | fifth.flatten(-2) << 4).float()
-
-
-def _widen_q5_1(blocks: Tensor) -> Tensor:
-    codes = _codes_of_five_bits(blocks[..., 4:])
-    return _numbers(blocks, 0, torch.float16) * codes + _numbers(blocks, 2, torch.float16)
-
-
-def _doubled_e2m1(codes: Tensor) -> Tensor:
-    doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
-    return doubled[codes.long()]
-
-
-def _widen_mxfp4(blocks: Tensor) -> Tensor:
-    return torch.ldexp(_doubled_e2m1(_nibbles(blocks[..., 1:])), blocks[..., :1].int() - 128)
-
-
-def _widen_nvfp4(blocks: Tensor) -> Tensor:
-    scales = blocks[..., 4:8].contiguous().view(torch.float8_e4m3fn).float() * _numbers(blocks, 0, torch.float32)
-    codes = _doubled_e2m1(_nibbles(blocks[..., 8:].unflatten(-1, (2, 16)))).unflatten(-1, (2, 16)).flatten(-3, -2)
-    return (codes * (scales * 0.5).unsqueeze(-1)).flatten(-2)
-
-
-def _widen_int8_zero(blocks: Tensor) -> Tensor:
-    codes = blocks[..., 5:].contiguous().view(torch.int8).float() + 128.0
-    return _numbers(blocks, 0, torch.float32) * (codes - blocks[..., 4:5].float())
-
-
-def _widen_fp8(blocks: Tensor) -> Tensor:
-    return _numbers(blocks, 0, torch.float32) * blocks[..., 4:].contiguous().view(torch.float8_e4m3fn).float()
-
-
-def _codes_of_two_bits(fourths: Tensor) -> Tensor:
-    """Return the codes of bytes [..., 64] by group, [..., 8, 32]."""
-    shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
-    return (fourths.unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3, -2)
-
-
-def _widen_q2_k(blocks: Tensor) -> Tensor:
-    scales = _numbers(blocks, 80, torch.float16) * (blocks[..., :16] & 15).float()
-    mins = _numbers(blocks, 82, torch.float16) * (blocks[..., :16] >> 4).float()
-    codes = _codes_of_two_bits(blocks[..., 16:80]).flatten(-2).unflatten(-1, (16, 16)).float()
-    return scales.unsqueeze(-1) * codes - mins.unsqueeze(-1)
-
-
-def _widen_q3_k(blocks: Tensor) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
-    third = (blocks[..., None, :32] >> shifts & 1) << 2
-    codes = (_codes_of_two_bits(blocks[..., 32:96]) | third).flatten(-2).unflatten(-1, (16, 16)).float()
-    high = (blocks[..., None, 104:108] >> 2 * shifts[:4] & 3).flatten(-2)
-    scales = (_nibbles(blocks[..., 96:104]) | high << 4).float() - 32.0
-    return (_numbers(blocks, 108, torch.float16) * scales).unsqueeze(-1) * (codes - 4.0)
-
-
-def _widen_q4_k(blocks: Tensor, high_bits: bool) -> Tensor:
-    scales = blocks[..., 4:16].int()
-    low, middle, high = scales.split(4, -1)
-    of_groups = torch.cat([low & 63, high & 15 | low >> 6 << 4], -1).float()
-    mins = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], -1).float()
-    codes = blocks[..., -128:].unflatten(-1, (4, 32))
-    groups = torch.stack([codes & 15, codes >> 4], -2).flatten(-3, -2)
-    if high_bits:
-        shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
-        groups = groups | (blocks[..., None, 16:48] >> shifts & 1) << 4
-    scale = (_numbers(blocks, 0, torch.float16) * of_groups).unsqueeze(-1)
-    return scale * groups.float() - (_numbers(blocks, 2, torch.float16) * mins).unsqueeze(-1)
-
-
-def _widen_q6_k(blocks: Tensor) -> Tensor:
-    low = blocks[..., :128].unflatten(-1, (2, 1, 64)) >> torch.tensor([[0], [4]], dtype=torch.uint8) & 15
-    shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
-    high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3) << 4
-    codes = low.flatten(-2).unflatten(-1, (4, 32)) | high
-    scales = _numbers(blocks, 208, torch.float16) * blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return scales.unsqueeze(-1) * (codes.flatten(-3).unflatten(-1, (16, 16)).float() - 32.0)
-
-
-def _iq4_values(codes: Tensor) -> Tensor:
-    values = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
-    return torch.tensor(values, dtype=torch.float32)[codes.long()]
-
-
-def _widen_iq4_xs(blocks: Tensor) -> Tensor:
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
-    high = (blocks[..., 2:4, None] >> shifts & 3).flatten(-2)
-    low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], -1).flatten(-2)
-    scales = _numbers(blocks, 0, torch.float16) * ((low | high << 4).float() - 32.0)
-    return (scales.unsqueeze(-1) * _iq4_values(_nibbles(blocks[..., 8:].unflatten(-1, (8, 16))))).flatten(-2)
-
-
-def _widen_int8(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    return _numbers(blocks, 0, dtype) * blocks[..., dtype.itemsize :].contiguous().view(torch.int8).float()
-
-
-# Widens blocks [N, depth / block, block_bytes] to float32 [N, ...].
-_WIDEN: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
-    Q8_0: lambda blocks: _widen_int8(blocks, torch.float16),
-    Q4_0: lambda blocks: _numbers(blocks, 0, torch.float16) * (_nibbles(blocks[..., 2:]).float() - 8.0),
-    Q4_1: _widen_q4_1,
-    Q5_0: lambda blocks: _numbers(blocks, 0, torch.float16) * (_codes_of_five_bits(blocks[..., 2:]) - 16.0),
-    Q5_1: _widen_q5_1,
-    Q2_K: _widen_q2_k,
-    Q3_K: _widen_q3_k,
-    Q4_K: lambda blocks: _widen_q4_k(blocks, high_bits=False),
-    Q5_K: lambda blocks: _widen_q4_k(blocks, high_bits=True),
-    Q6_K: _widen_q6_k,
-    MXFP4: _widen_mxfp4,
-    IQ4_NL: lambda blocks: _numbers(blocks, 0, torch.float16) * _iq4_values(_nibbles(blocks[..., 2:])),
-    IQ4_XS: _widen_iq4_xs,
-    INT4_F16: lambda blocks: _widen_int4(blocks, torch.float16),
-    INT4_BF16: lambda blocks: _widen_int4(blocks, torch.bfloat16),
-    INT8_F32: lambda blocks: _widen_int8(blocks, torch.float32),
-    INT8_ZERO: _widen_int8_zero,
-    FP8: _widen_fp8,
-    FP8_BLOCK: _widen_fp8,
-    NVFP4: _widen_nvfp4,
-}

@@ -257,15 +257,18 @@ class _FilesReport:
 
 
 def _said(choice: FileChoice) -> str:
+    on_gpu = ""
+    if choice.gpu_tokens is not None:
+        on_gpu = f"; on the GPU it fits, {choice.gpu_tokens:,} tokens of keys and values beside it"
     if choice.obstacle is not None:
-        return f"does not fit: {choice.obstacle}"
+        return f"does not fit: {choice.obstacle}{on_gpu}"
     speed = choice.tokens_per_second
     parts = ["fits"]
     if speed is not None:
         parts.append(f"at most {speed:,.1f} tokens/s for one request")
     if choice.kv_tokens is not None:
         parts.append(f"{choice.kv_tokens:,} tokens of keys and values beside it")
-    return ", ".join(parts)
+    return ", ".join(parts) + on_gpu
 
 
 class _Report:

@@ -232,8 +232,8 @@ class ServeConfig:
     )
     expert_quantization: str = _model(
         "none",
-        "How the weights of the experts are kept, rounded while they are loaded: none is --quantization, or --dtype on "
-        "a GPU; fp8 is for a GPU.",
+        "How the weights of the experts are kept, rounded while they are loaded: none is --quantization, or on a GPU "
+        "the checkpoint's bits or --dtype; fp8 is for a GPU.",
         choices=("none", "int8", "fp8", "int4"),
         check=refuse_gguf_kind,
     )

@@ -20,10 +20,9 @@ import kernels.moe
 from kernels.gpu.moe_align import SortedPairs, max_row_tiles, num_chunks, padded_bins, sort_pairs
 from kernels.gpu.moe_config import MoeConfig, WeightStorage
 from kernels.gpu.moe_kernels import combine, down, gate_up
-from kernels.gpu.moe_weights import FORMAT_OF, GpuExperts, StoredMatrix, store_weights
+from kernels.gpu.moe_weights import FORMAT_OF, ExpertStorage, GpuExperts, StoredMatrix
 from kernels.packed_experts import ExpertMatrices, ExpertPacking, ExpertShape
 from kernels.specs import Activation
-from kernels.weight_formats import widened
 
 # The alignment of every field of an expert in its slot, in bytes.
 _ALIGNMENT = 16
@@ -258,37 +257,24 @@ class SlotLayout(ExpertPacking):
     """The layout in which the GPU kernels read experts of a shape.
 
     A slot holds, each from a multiple of 16 bytes on: gate and up values, their scale, their bias, then the same for
-    the down projection. storage: the format of the weights, by default the shape's weight dtype.
+    the down projection. storage: the format of the weights, by default the shape's dtype.
     """
 
     def __init__(self, shape: ExpertShape, storage: WeightStorage | None = None) -> None:
-        self.storage = storage or WeightStorage(FORMAT_OF[shape.weight_dtype])
-        self._shape = shape
-        self.name = f"gpu-{self.storage.name()}"
-        sizes = ((shape.gate_up_rows, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
-        self._probes = [self._stored(torch.zeros((1, *size), dtype=shape.weight_dtype), size[0]) for size in sizes]
-        fields = [field for probe in self._probes for field in (probe.values, probe.scale, probe.bias)]
-        self.num_bytes = sum(_padded(field) for field in fields if field is not None)
-
-    def _stored(self, weights: Tensor, num_rows: int, bias: Tensor | None = None) -> StoredMatrix:
-        """Store weights [1, N, K] in the format. The bias is zeros if the shape has one and none is given."""
-        if bias is None and self._shape.has_bias:
-            bias = torch.zeros(num_rows, dtype=self._shape.weight_dtype)
-        bias = None if bias is None else bias.to(self._shape.weight_dtype)[None]
-        return store_weights(weights.to(self._shape.weight_dtype).contiguous(), self.storage, bias)
+        self.storage = storage or WeightStorage(FORMAT_OF[shape.dtype])
+        self._experts = ExpertStorage(shape, self.storage)
+        self.name = f"gpu-{self._experts.name}"
+        self._probes = self._experts.probes()
+        self.num_bytes = sum(_padded(field) for probe in self._probes for field in probe.fields())
 
     def pack(self, matrices: ExpertMatrices) -> Tensor:
         """See `ExpertPacking.pack`. All on the CPU."""
-        gate_up, down, gate_up_bias, down_bias = matrices
         packed = torch.zeros(self.num_bytes, dtype=torch.uint8)
-        first = 0
-        for weights, bias in ((widened(gate_up), gate_up_bias), (widened(down), down_bias)):
-            stored = self._stored(weights[None], weights.shape[0], bias)
-            for field in (stored.values, stored.scale, stored.bias):
-                if field is not None:
-                    data = field.contiguous().flatten().view(torch.uint8)
-                    packed[first : first + len(data)] = data
-                    first += _padded(field)
+        stored, first = self._experts.store(matrices, packed.device), 0
+        for field in (*stored.gate_up.fields(), *stored.down.fields()):
+            data = field.contiguous().flatten().view(torch.uint8)
+            packed[first : first + len(data)] = data
+            first += _padded(field)
         return packed
 
     def matrices(self, arena: Tensor) -> tuple[StoredMatrix, StoredMatrix]:
@@ -309,7 +295,7 @@ class SlotLayout(ExpertPacking):
                 first += _padded(field)
             values, scale, bias = views
             assert values is not None
-            matrices.append(StoredMatrix(values, scale, bias))
+            matrices.append(StoredMatrix(values, scale, bias, probe.form))
         return matrices[0], matrices[1]
 
 

@@ -11,9 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Projection = Literal["gate_up", "down"]
-WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4"]
+# packed: in a form of `kernels.gpu.packed_rows` in each layer, or plain in some of them; with activations of 16 or 32
+# bits.
+WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4", "packed", "packed_float32"]
 
+# The most bits of a weight in any layer.
 WEIGHT_BITS: dict[WeightFormat, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "fp8": 8, "int4": 4}
+WEIGHT_BITS |= {"packed": 16, "packed_float32": 32}
+PACKED: tuple[WeightFormat, ...] = ("packed", "packed_float32")
+# The weights of a row that are unpacked at a time.
+_UNPACKED = 64
 # Up to this many pairs are sorted in one launch, in which every program counts all pairs itself.
 MAX_PAIRS_AT_ONCE = 4096
 
@@ -104,7 +111,7 @@ class MoeConfigs:
 
 def config_for(shape: MoeShape, num_tokens: int, shared_bytes: int) -> MoeConfig:
     """Return a valid configuration for any shape, number of tokens and device. ValueError if none fits the device."""
-    block_m = min(block_m_of(shape.rows_per_expert(num_tokens)), 32 if shape.weights == "float32" else 128)
+    block_m = min(block_m_of(shape.rows_per_expert(num_tokens)), 32 if WEIGHT_BITS[shape.weights] == 32 else 128)
     while block_m >= 16:
         gate_up, down = (_first_that_fits(block_m, side, shape, shared_bytes) for side in ("gate_up", "down"))
         if gate_up is not None and down is not None:
@@ -127,7 +134,7 @@ def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, shar
     the down projection is faster than two: on an H200 418 us for 8,192 tokens of Qwen3-30B-A3B, by two 553.
     """
     few = block_m <= 32
-    wide = projection == "down" and block_m >= 64 and WEIGHT_BITS[shape.weights] == 16
+    wide = projection == "down" and block_m >= 64 and shape.weights in ("float16", "bfloat16")
     widths, wanted = _wanted_sizes(shape, projection, few)
     if wide:
         widths = (256, *widths)
@@ -136,7 +143,7 @@ def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, shar
         columns = shape.intermediate_size if projection == "gate_up" else shape.hidden_size
         if block_n > max(16, _power_of_two(columns)):
             continue
-        num_warps = 4 if block_m * block_n <= 64 * 128 else 8
+        num_warps = 4 if block_m * block_n <= 64 * (64 if shape.weights in PACKED else 128) else 8
         tiles = [Tile(block_n, block_k, 4 if few else 8, num_warps, num_stages) for num_stages in (4, 3, 2)]
         if few or (projection == "down" and not wide):
             tiles.sort(
@@ -152,7 +159,7 @@ def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, shar
 
 def _wanted_sizes(shape: MoeShape, projection: Projection, few: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return widths and depths, the best first."""
-    if shape.weights == "float32":
+    if WEIGHT_BITS[shape.weights] == 32:
         # Without tensor cores a product is unrolled over its depth: with a larger depth operands spill.
         return (32, 16), (32, 16)
     sizes = (128, 64, 32, 16)
@@ -180,6 +187,9 @@ def fits(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, shar
         # registers for each of the quarter of the columns that a thread has.
         in_registers = 2 * in_registers + matrices * tile.block_n // 2
         limit += _SCALE_POINTERS_PER_THREAD
+    if shape.weights in PACKED:
+        # Unpacked weights are floats for a moment.
+        in_registers += matrices * tile.block_n * _UNPACKED // (32 * tile.num_warps)
     # One int4 group per step: its scale belongs to the product of that step.
     whole_group = shape.weights != "int4" or tile.block_k == shape.group_size
     return (
@@ -193,11 +203,13 @@ def shared_bytes(tile: Tile, block_m: int, projection: Projection, weights: Weig
     Activations count as wide as unquantised weights. Quantised weights are widened in registers on their way to the
     dot, through one more buffer of the wide type.
     """
-    wide = 4 if weights == "float32" else 2
+    wide = 4 if WEIGHT_BITS[weights] == 32 else 2
     matrices = 2 if projection == "gate_up" else 1
     stages = max(tile.num_stages, 1)
     stored = matrices * tile.block_n * tile.block_k
     widened = 0 if WEIGHT_BITS[weights] >= 16 else stored * wide
+    if weights in PACKED:
+        widened = matrices * tile.block_n * _UNPACKED * wide
     return stages * (block_m * tile.block_k * wide + stored * WEIGHT_BITS[weights] // 8) + widened
 
 

@@ -6,9 +6,9 @@ computes one row tile of one expert and one block of columns. h is in sorted ord
 its pair.
 
 Weights are [rows, K] with K contiguous, stored as FORMAT "plain" (multiplied as they are, widened where they are 8 bits
-wide) or "int4" (see `kernels.gpu.moe_weights`). Scales of 8-bit weights belong to rows and multiply the accumulator
-once, at the end; scales of int4 groups multiply the product of their group. Rows and columns beyond the end repeat the
-last one, so that loads need no masks; they are not stored.
+wide), "int4" (see `kernels.gpu.moe_weights`) or "packed", in the form FORM of `kernels.gpu.packed_rows`. Scales of
+8-bit weights belong to rows and multiply the accumulator once, at the end; scales of int4 groups multiply the product
+of their group. Rows and columns beyond the end repeat the last one, so that loads need no masks; they are not stored.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.gpu.moe_align import SortedPairs, slot_of
 from kernels.gpu.moe_config import Tile
 from kernels.gpu.moe_weights import StoredMatrix
+from kernels.gpu.packed_rows import multiply_packed
 from kernels.specs import Activation
 
 _COMBINE_BLOCK = 1024
@@ -113,6 +114,7 @@ def _gate_up_kernel(
     N: tl.constexpr,
     TOP_K: tl.constexpr,
     FORMAT: tl.constexpr,
+    FORM: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
@@ -123,7 +125,7 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    tile, block = _tile_and_block(tl.program_id(0), max_tiles, tl.cdiv(N, BLOCK_N), GROUP_M)
+    tile, block = tile_and_block(tl.program_id(0), max_tiles, tl.cdiv(N, BLOCK_N), GROUP_M)
     slot = tl.load(tile_slot + tile).to(tl.int64)
     if slot < 0:
         return
@@ -146,6 +148,7 @@ def _gate_up_kernel(
         stride_sg,
         K,
         FORMAT,
+        FORM,
         GATED,
         BLOCK_M,
         BLOCK_N,
@@ -180,6 +183,7 @@ def _down_kernel(
     K: tl.constexpr,
     N: tl.constexpr,
     FORMAT: tl.constexpr,
+    FORM: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -187,7 +191,7 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    tile, block = _tile_and_block(tl.program_id(0), max_tiles, tl.cdiv(N, BLOCK_N), GROUP_M)
+    tile, block = tile_and_block(tl.program_id(0), max_tiles, tl.cdiv(N, BLOCK_N), GROUP_M)
     slot = tl.load(tile_slot + tile).to(tl.int64)
     if slot < 0:
         return
@@ -207,6 +211,7 @@ def _down_kernel(
         stride_sg,
         K,
         FORMAT,
+        FORM,
         False,
         BLOCK_M,
         BLOCK_N,
@@ -221,7 +226,7 @@ def _down_kernel(
 
 
 @triton.jit
-def _tile_and_block(program, num_tiles, BLOCKS: tl.constexpr, GROUP_M: tl.constexpr):
+def tile_and_block(program, num_tiles, BLOCKS: tl.constexpr, GROUP_M: tl.constexpr):
     """Return a program's row tile and column block. GROUP_M row tiles share each block while it is in the cache."""
     group = program // (GROUP_M * BLOCKS)
     first = group * GROUP_M
@@ -300,6 +305,7 @@ def _products(
     stride_scale,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
+    FORM: tl.constexpr,
     TWO: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -313,7 +319,9 @@ def _products(
     """
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_v = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if FORMAT == "int4":
+    if FORMAT == "packed":
+        acc, acc_v = multiply_packed(a_rows, w_rows, v_rows, FORM, TWO, BLOCK_M, BLOCK_N)
+    elif FORMAT == "int4":
         HALF: tl.constexpr = BLOCK_K // 2
         half = tl.arange(0, HALF)
         for step in range(0, K // BLOCK_K):

@@ -7,6 +7,7 @@ Matrices are [S, N, K]: S slots, N output channels, K contiguous. Formats:
 - int4: symmetric, one fp32 scale per output channel and group of `group_size` values along K, scale [S, K / group, N].
   Values -7..7 are stored plus 8 in nibbles, packed [S, N, K / 2] uint8. Within a group of g values, byte j holds
   value j in its low nibble and value j + g / 2 in its high one, so both halves of a group unpack contiguously.
+- packed: the bits of a quantised checkpoint, [S, N, row bytes] uint8, see `kernels.gpu.packed_rows`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.gpu.moe_config import MoeShape, WeightFormat, WeightStorage
+from kernels.gpu.moe_config import PACKED, MoeShape, WeightFormat, WeightStorage
+from kernels.gpu.packed_rows import PackedForm, pack_rows, packed_form
+from kernels.packed_experts import ExpertMatrices, ExpertShape
+from kernels.weight_formats import Matrix, QuantizedRows, widened
 
 _FP8 = torch.float8_e4m3fn
 FORMAT_OF: dict[torch.dtype, WeightFormat] = {
@@ -32,11 +36,15 @@ FORMAT_OF: dict[torch.dtype, WeightFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """One projection of all held experts: values [S, N, K] ([S, N, K / 2] for int4), scale as above, bias [S, N]."""
+    """One projection of all held experts: values [S, N, K] ([S, N, K / 2] for int4), scale as above, bias [S, N].
+
+    form: of packed rows, else None.
+    """
 
     values: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
+    form: PackedForm | None = None
 
     def __post_init__(self) -> None:
         if self.values.dim() != 3 or self.values.stride(2) != 1:
@@ -50,7 +58,7 @@ class StoredMatrix:
 
     @property
     def format(self) -> WeightFormat:
-        return FORMAT_OF[self.values.dtype]
+        return FORMAT_OF[self.values.dtype] if self.form is None else "packed"
 
     @property
     def num_slots(self) -> int:
@@ -62,12 +70,17 @@ class StoredMatrix:
 
     @property
     def depth(self) -> int:
+        if self.form is not None:
+            return self.form.depth
         return self.values.shape[2] * (2 if self.format == "int4" else 1)
 
     @property
     def group_size(self) -> int:
         """The number of values along K that share a scale; 0 unless int4."""
         return self.depth // self.scale.shape[1] if self.format == "int4" and self.scale is not None else 0
+
+    def fields(self) -> list[Tensor]:
+        return [field for field in (self.values, self.scale, self.bias) if field is not None]
 
     def copy_slot(self, slot: int, source: StoredMatrix) -> None:
         """Overwrite a slot with the first slot of `source`, stored in the same way, on any device."""
@@ -93,13 +106,14 @@ class StoredMatrix:
 
     def flags(self) -> dict[str, Any]:
         return {
-            "FORMAT": "int4" if self.format == "int4" else "plain",
+            "FORMAT": self.format if self.format in ("int4", "packed") else "plain",
+            "FORM": self.form,
             "HAS_SCALE": self.format in ("int8", "fp8"),
             "HAS_BIAS": self.bias is not None,
         }
 
     def expanded(self) -> Tensor:
-        """Return the matrices [S, N, K] in fp32."""
+        """Return the matrices [S, N, K] in fp32, of packed ones alone not."""
         if self.scale is None:
             return self.values.float()
         if self.format != "int4":
@@ -172,7 +186,73 @@ def empty_weights(probe: StoredMatrix, num_slots: int, device: torch.device) -> 
         return torch.empty((num_slots, *field.shape[1:]), dtype=field.dtype, device=device)
 
     scale = None if probe.scale is None else empty(probe.scale)
-    return StoredMatrix(empty(probe.values), scale, None if probe.bias is None else empty(probe.bias))
+    return StoredMatrix(empty(probe.values), scale, None if probe.bias is None else empty(probe.bias), probe.form)
+
+
+def is_kept_packed(shape: ExpertShape) -> bool:
+    """Return whether the kernels read experts in the bits of the checkpoint; others are widened.
+
+    Experts whose columns have orders of their own would need one gathered input each.
+    """
+    return shape.formats is not None and not shape.has_order
+
+
+class ExpertStorage:
+    """How a layer's experts are stored: in the checkpoint's own bits, or as `storage` says where it has others."""
+
+    def __init__(self, shape: ExpertShape, storage: WeightStorage) -> None:
+        """storage: a `packed` format leaves experts that a checkpoint has in numbers in `shape.dtype`."""
+        self._dtype, self._has_bias = shape.dtype, shape.has_bias
+        self._sizes = ((shape.gate_up_rows, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
+        self.forms: tuple[PackedForm, PackedForm] | None = None
+        if storage.format in PACKED:
+            storage = WeightStorage(FORMAT_OF[shape.dtype])
+            if is_kept_packed(shape) and shape.formats is not None:
+                up, down = zip(shape.formats, self._sizes, strict=True)
+                self.forms = packed_form(up[0], up[1][1]), packed_form(down[0], down[1][1])
+        self._storage = storage
+
+    @property
+    def name(self) -> str:
+        """Identifies the bytes of stored experts."""
+        return self._storage.name() if self.forms is None else " and ".join(form.name for form in self.forms)
+
+    def probes(self) -> tuple[StoredMatrix, StoredMatrix]:
+        """Return the matrices of an expert of zeros, on the default device."""
+        up, down = range(2)
+        return self._probe(up), self._probe(down)
+
+    def _probe(self, place: int) -> StoredMatrix:
+        num_rows, depth = self._sizes[place]
+        bias = torch.zeros((1, num_rows), dtype=self._dtype) if self._has_bias else None
+        if self.forms is not None:
+            form = self.forms[place]
+            return StoredMatrix(torch.zeros((1, num_rows, form.row_bytes), dtype=torch.uint8), None, bias, form)
+        return store_weights(torch.zeros((1, num_rows, depth), dtype=self._dtype), self._storage, bias)
+
+    def store(self, matrices: ExpertMatrices, device: torch.device) -> GpuExperts:
+        """Store an expert on `device` as a layer's only one; bits are equal on all devices."""
+        gate_up, down, up_bias, down_bias = matrices
+        if isinstance(gate_up, QuantizedRows) and isinstance(down, QuantizedRows) and down.order is not None:
+            # An order of down's depth is an order of the rows before it.
+            rows = torch.cat([down.order, down.order + down.depth])[: gate_up.shape[0]]
+            gate_up, down = gate_up.rows(rows), QuantizedRows(down.format, down.data, down.depth)
+            up_bias = None if up_bias is None else up_bias[rows]
+        return GpuExperts(
+            self._store(gate_up, up_bias, 0, device),
+            self._store(down, down_bias, 1, device),
+        )
+
+    def _store(self, matrix: Matrix, bias: Tensor | None, place: int, device: torch.device) -> StoredMatrix:
+        if self._has_bias and bias is None:
+            bias = torch.zeros(matrix.shape[0])
+        bias = None if bias is None else bias.to(device, self._dtype)[None]
+        if self.forms is None:
+            return store_weights(widened(matrix).to(device, self._dtype)[None].contiguous(), self._storage, bias)
+        form = self.forms[place]
+        if not isinstance(matrix, QuantizedRows) or packed_form(matrix.format, matrix.depth) != form:
+            raise ValueError(f"an expert is stored otherwise than in {form.name}")
+        return StoredMatrix(pack_rows(matrix, device)[None], None, bias, form)
 
 
 def quantise_int8(weights: Tensor, bias: Tensor | None = None) -> StoredMatrix:

@@ -17,17 +17,18 @@ from kernels.gpu.attention_kernels import SplitWork
 from kernels.gpu.moe import TritonMoe
 from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.moe_gate import select_experts
-from kernels.gpu.moe_weights import GpuExperts, empty_weights, store_weights
+from kernels.gpu.moe_weights import ExpertStorage, GpuExperts, empty_weights
 from kernels.gpu.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from kernels.gpu.packed_linear import PackedLinear, PackedTable
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.gpu.sampling import greedy, sample
 from kernels.linear import Linear, TorchLinear
-from kernels.ops import GatedBlock, HeadLinear, NormWeights, StepInputs
+from kernels.ops import GatedBlock, HeadLinear, NormWeights, StepInputs, Table
 from kernels.packed_experts import ExpertMatrices, ExpertShape
 from kernels.sampling import Draw
 from kernels.specs import GateSpec
 from kernels.transfer import to_device
-from kernels.weight_formats import Matrix, widened
+from kernels.weight_formats import Matrix, QuantizedRows
 
 _SIGN = 1 << 63
 
@@ -73,8 +74,16 @@ class GpuOps:
         self._storage, self._moe = storage, moe
 
     def pack_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """Return a product of the vendor's matrix library."""
-        return TorchLinear(widened(weight).to(self.device, dtype), bias)
+        """Return a product of the vendor's matrix library, or of a kernel that unpacks a quantised weight."""
+        if isinstance(weight, QuantizedRows):
+            return PackedLinear(weight, bias, dtype, self.device)
+        return TorchLinear(weight.to(self.device, dtype), bias)
+
+    def pack_table(self, table: Matrix, dtype: torch.dtype) -> Table:
+        if isinstance(table, QuantizedRows):
+            return PackedTable(table, dtype, self.device)
+        on_device = table.to(self.device, dtype)
+        return lambda ids: on_device[ids]
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
         return _BatchedHeads(weight.to(dtype).transpose(1, 2).contiguous())
@@ -89,16 +98,12 @@ class GpuOps:
         self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
     ) -> GpuExperts:
         """Store the experts, quantised on the device one expert at a time."""
-        sizes = ((shape.gate_up_rows, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
-        probes = [torch.zeros((1, *size), dtype=shape.dtype) for size in sizes]
-        biases = [torch.zeros((1, size[0]), dtype=shape.dtype) if shape.has_bias else None for size in sizes]
-        stored = [
-            empty_weights(store_weights(probe, self._storage, bias), num_experts, self.device)
-            for probe, bias in zip(probes, biases, strict=True)
-        ]
+        storage = ExpertStorage(shape, self._storage)
+        with torch.device(self.device):
+            stored = [empty_weights(probe, num_experts, self.device) for probe in storage.probes()]
         experts = GpuExperts(stored[0], stored[1])
         for expert in range(num_experts):
-            experts.copy_slot(expert, store_expert(matrices_of(expert), self._storage, shape.dtype, self.device))
+            experts.copy_slot(expert, storage.store(matrices_of(expert), self.device))
         return experts
 
     def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:
@@ -232,18 +237,6 @@ class GpuOps:
             to_device(array("q", (draw.position for draw in draws)), device),
             **filters,
         )
-
-
-def store_expert(
-    matrices: ExpertMatrices, storage: WeightStorage, dtype: torch.dtype, device: torch.device
-) -> GpuExperts:
-    """Store an expert on `device` as a layer's only one; bits are equal on all devices. dtype: of plain weights."""
-    gate_up, down, up_bias, down_bias = (
-        None if matrix is None else widened(matrix).to(device, dtype)[None] for matrix in matrices
-    )
-    assert gate_up is not None
-    assert down is not None
-    return GpuExperts(store_weights(gate_up, storage, up_bias), store_weights(down, storage, down_bias))
 
 
 class _BatchedHeads:

@@ -212,11 +212,14 @@ def _open_body(
     from moeserve.engine.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
     assert isinstance(plan.spec, DecoderSpec)
-    settings = gpu_settings(config, state_demand(plan.spec, plan.dtype, config))
+    settings = gpu_settings(
+        config, state_demand(plan.spec, plan.dtype, config), keeps_stored=plan.rounding.keeps_stored
+    )
     body = GpuBody(
         directory,
         plan.spec,
         plan.dtype,
+        plan.rounding,
         settings,
         gpu_expert_settings(directory, plan.spec, config),
         current_gpu() if collectives is None else collectives.device,
@@ -256,6 +259,8 @@ def _make_group(config: ServeConfig, plan: ModelPlan, body: Body, collectives: C
 
 def _progress(plan: ModelPlan, report: Report) -> Progress:
     stage = "loading weights onto the GPU"
+    if plan.device == "cuda" and plan.rounding.keeps_stored:
+        stage += f", kept as {plan.rounding.name}"
     if plan.device == "cpu":
         stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights for {str(plan.dtype).removeprefix('torch.')}"
         if plan.spec.quantization is not None and not plan.rounding.keeps_stored:
@@ -279,6 +284,8 @@ def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:
         name += f", keys and values {kept}"
     if rounding.is_none:
         return name
+    if plan.device == "cuda":
+        return f"{name}, weights {rounding.name}"
     activations = "int8 within products" if rounding.rounds_rows else "bfloat16 within products" if narrow else "exact"
     return f"{name}, weights {rounding.name}, activations {activations}"
 

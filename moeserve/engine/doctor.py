@@ -44,6 +44,7 @@ from moeserve.engine.memory_plan import (
     plan_on_cpu,
     read_any_spec,
     rounding_of,
+    rounding_on_gpu,
     share_memory,
     weights_bytes,
 )
@@ -63,6 +64,8 @@ from moeserve.settings.quantities import parse_size
 from radix_cache import Kind
 
 if TYPE_CHECKING:
+    from kernels.gpu.moe import SlotLayout
+    from kernels.packed_experts import ExpertShape, LayerPackings
     from moeserve.model.hf.sizes import SizedModel
     from moeserve.model.hf.spec import TransformersSpec
 
@@ -293,14 +296,18 @@ def setups_of(
         return [refusal] if refusal is not None else list(_borrowed_on_cpu(model.sized, machine, on_cpu))
     assert isinstance(model, NativeModel)
     setups = [refusal] if refusal is not None else list(_on_cpu(model, machine, on_cpu))
-    gpus = [gpu for gpu in machine.gpus if gpu.obstacle is None]
+    least = smallest_gpu(machine)
     # The memory of states on a GPU is not planned before loading.
-    if gpus and not model.spec.state_layers:
-        on_gpu = on_gpu or _for_gpu(config)
-        least = min(gpus, key=lambda gpu: gpu.free_bytes)
-        refusal = _refusal(on_gpu, model)
-        setups += [refusal] if refusal is not None else _on_gpus(model, least, len(gpus), on_gpu, machine.free_bytes)
+    if least is not None and not model.spec.state_layers:
+        on_gpu = on_gpu or for_gpu(config)
+        refusal, num_gpus = _refusal(on_gpu, model), sum(gpu.obstacle is None for gpu in machine.gpus)
+        setups += [refusal] if refusal is not None else _on_gpus(model, least, num_gpus, on_gpu, machine.free_bytes)
     return setups
+
+
+def smallest_gpu(machine: Machine) -> Gpu | None:
+    """Return the GPU with the least free memory of those that can serve, None without any."""
+    return min((gpu for gpu in machine.gpus if gpu.obstacle is None), key=lambda gpu: gpu.free_bytes, default=None)
 
 
 def gpu_obstacle(folder: Path, config: ServeConfig, gpus: Sequence[Gpu]) -> str | None:
@@ -318,7 +325,7 @@ def gpu_obstacle(folder: Path, config: ServeConfig, gpus: Sequence[Gpu]) -> str 
     return _gpu_setup(model, min(gpus, key=lambda gpu: gpu.free_bytes), config, available_bytes()).obstacle
 
 
-def _for_gpu(config: ServeConfig) -> ServeConfig:
+def for_gpu(config: ServeConfig) -> ServeConfig:
     """Return settings for a GPU whose defaults take the place of a CPU's."""
     changed = {
         setting.name: default_of(setting, "cuda")
@@ -532,57 +539,50 @@ def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig, h
     tried: list[ServeConfig] = []
     if 1 < num_gpus <= moe.num_experts and config.kv_host_memory is None:
         tried.append(replace(config, expert_parallel_size=num_gpus))
-    if config.expert_quantization == "none" and config.dtype != "float32":
+    dtype = compute_dtype(config, "cuda")
+    kept = any(shape.formats for shape in _expert_shapes(model, dtype))
+    if config.expert_quantization == "none" and config.dtype != "float32" and not kept:
         tried += [replace(config, expert_quantization=form) for form in ("int8", "int4")]
     for smaller in tried:
         setup = _gpu_setup(model, gpu, smaller, host_bytes)
         yield setup
         if setup.obstacle is None:
             return
-    dtype = compute_dtype(config, "cuda")
     free = _free_on_gpu(gpu, _gpu_others(model, dtype), config)
-    advised = _advised(free, model.spec, _slot_bytes(model.spec, dtype, config))
+    advised = _advised(free, model.spec, _slot_layouts(model, dtype, config).num_bytes)
     yield _gpu_setup(model, gpu, replace(config, expert_memory=advised), host_bytes)
 
 
 def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig, host_bytes: int) -> Setup:
     """Plan the memory of one GPU, with equal shares of the experts on all ranks."""
     spec, dtype, flags = model.spec, compute_dtype(config, "cuda"), _flags_of(config)
-    kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else dtype
+    kv_dtype = _gpu_kv_dtype(config)
     obstacle = incapability(gpu.capability, needs_fp8(config))
     if obstacle is not None:
         return Setup("cuda", flags, f"--device cuda: {obstacle}.")
-    block_bytes = kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype)
     others = _gpu_others(model, dtype)
     try:
         check_expert_store(config, spec, "cuda")
-        experts, resident = _experts_on_gpu(spec, dtype, config)
-        _check_kernels(spec, dtype, kv_dtype, gpu, config)
+        experts, resident = _experts_on_gpu(model, dtype, config)
+        _check_kernels(model, dtype, kv_dtype, gpu, config)
     except ConfigError as error:
         return Setup("cuda", flags, str(error))
-    memory = _free_on_gpu(gpu, others + experts, config)
-    if not memory:
-        usable = _free_on_gpu(gpu, 0, config)
-        reason = f"The weights take {(others + experts) / _GIB:.1f} GiB of a GPU; {usable / _GIB:.1f} GiB can be used."
-        return Setup("cuda", flags, reason)
     try:
-        kv = share_kv(
-            min(memory, config.kv_cache_memory or memory),
-            block_bytes=block_bytes,
-            block_size=config.block_size,
-            model_max_len=spec.longest_context(config.max_model_len),
-            max_model_len=config.max_model_len,
-            windows=window_demand(
-                spec.kv_layers, config.block_size, kv_dtype, config.max_num_seqs, step_budget(config, "cuda")
-            ),
-        )
+        kv = kv_on_gpu(spec, gpu, others + experts, config)
+        if kv is None:
+            usable = _free_on_gpu(gpu, 0, config)
+            reason = (
+                f"The weights take {(others + experts) / _GIB:.1f} GiB of a GPU; {usable / _GIB:.1f} GiB can be used."
+            )
+            return Setup("cuda", flags, reason)
         kv_bytes = kv_pool_bytes(spec.kv_layers, kv.num_blocks, kv.num_window_blocks, config.block_size, kv_dtype)
         kv_host_bytes = _kv_on_host(spec, config, kv, kv_bytes, kv_dtype, host_bytes)
     except ConfigError as error:
         return Setup("cuda", flags, str(error))
     speed = None
     if resident is None and gpu.bandwidth is not None and config.expert_parallel_size == 1:
-        speed = gpu.bandwidth / _read_per_token(model, experts, others, dtype, narrow=False)
+        rounding = rounding_on_gpu(spec, model.index)
+        speed = gpu.bandwidth / _read_per_token(model, experts, others, dtype, narrow=False, rounding=rounding)
     num_tokens = kv.num_blocks * config.block_size
     return Setup(
         "cuda",
@@ -597,6 +597,26 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig, host_bytes: in
         tokens_per_second=speed,
         kv_host_bytes=kv_host_bytes,
     )
+
+
+def kv_on_gpu(spec: DecoderSpec, gpu: Gpu, weights: int, config: ServeConfig) -> KvBudget | None:
+    """Return the KV beside `weights` bytes on a GPU, None where they do not fit. Raise ConfigError for too little."""
+    memory, kv_dtype = _free_on_gpu(gpu, weights, config), _gpu_kv_dtype(config)
+    if not memory:
+        return None
+    num_tokens = step_budget(config, "cuda")
+    return share_kv(
+        min(memory, config.kv_cache_memory or memory),
+        block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype),
+        block_size=config.block_size,
+        model_max_len=spec.longest_context(config.max_model_len),
+        max_model_len=config.max_model_len,
+        windows=window_demand(spec.kv_layers, config.block_size, kv_dtype, config.max_num_seqs, num_tokens),
+    )
+
+
+def _gpu_kv_dtype(config: ServeConfig) -> torch.dtype:
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else compute_dtype(config, "cuda")
 
 
 def _kv_on_host(
@@ -615,7 +635,7 @@ def _kv_on_host(
     return plan_kv_host(config, kv, kv_bytes, sizes, host_bytes).num_bytes
 
 
-def _experts_on_gpu(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> tuple[int, int | None]:
+def _experts_on_gpu(model: NativeModel, dtype: torch.dtype, config: ServeConfig) -> tuple[int, int | None]:
     """Return the bytes of experts on each GPU, and the number of experts per layer, None if all of them.
 
     Raise ConfigError for experts that cannot be kept like this.
@@ -623,42 +643,59 @@ def _experts_on_gpu(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) 
     from moeserve.engine.experts.gpu_memory import plan_gpu_residency  # Imported late: it loads Triton.
     from moeserve.model.gpu.kernels import expert_storage
 
-    # A layout is made from empty experts, which must take no memory.
-    with torch.device("meta"):
-        storage = expert_storage(spec, dtype, config.expert_quantization)
-        if config.expert_memory is not None:
-            residency = plan_gpu_residency(spec, dtype, config.expert_memory, storage)
-            if residency is not None:
-                return residency.slots.num_bytes, min(residency.slots.num_slots)
+    spec, shapes = model.spec, _expert_shapes(model, dtype)
+    if config.expert_memory is not None:
+        storage = expert_storage(spec, dtype, config.expert_quantization, shapes)
+        with torch.device("meta"):
+            residency = plan_gpu_residency(spec, dtype, config.expert_memory, storage, shapes=shapes)
+        if residency is not None:
+            return residency.slots.num_bytes, min(residency.slots.num_slots)
     if spec.moe is None:
         return 0, None
+    layouts = _slot_layouts(model, dtype, config)
     num_held = -(-spec.moe.num_experts // config.expert_parallel_size)
-    return _slot_bytes(spec, dtype, config) * num_held * len(spec.moe_layers), None
+    return sum(layout.num_bytes for layout in layouts.layers) * num_held, None
 
 
-def _check_kernels(spec: DecoderSpec, dtype: torch.dtype, kv_dtype: torch.dtype, gpu: Gpu, config: ServeConfig) -> None:
+def _check_kernels(
+    model: NativeModel, dtype: torch.dtype, kv_dtype: torch.dtype, gpu: Gpu, config: ServeConfig
+) -> None:
     """Raise ConfigError if a kernel does not fit the GPU's multiprocessors."""
     from kernels.gpu.device import Multiprocessor
     from moeserve.model.gpu.kernels import attention_shape, check_shared_memory, expert_storage
 
-    storage = expert_storage(spec, dtype, config.expert_quantization)
+    storage = expert_storage(model.spec, dtype, config.expert_quantization, _expert_shapes(model, dtype))
     multiprocessor = Multiprocessor.of(gpu.capability, gpu.shared_bytes)
-    shape = attention_shape(spec, config.block_size, dtype, multiprocessor, kv_dtype)
-    check_shared_memory(spec, storage, shape)
+    shape = attention_shape(model.spec, config.block_size, dtype, multiprocessor, kv_dtype)
+    check_shared_memory(model.spec, storage, shape)
 
 
-def _slot_bytes(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> int:
-    """Return the bytes of one expert on a GPU. Raise ConfigError."""
-    from moeserve.engine.experts.gpu_memory import slot_layout
+def _slot_layouts(model: NativeModel, dtype: torch.dtype, config: ServeConfig) -> LayerPackings[SlotLayout]:
+    """Return the layout of an expert of each layer on a GPU. Raise ConfigError."""
+    from moeserve.engine.experts.gpu_memory import slot_layouts
     from moeserve.model.gpu.kernels import expert_storage
 
+    shapes = _expert_shapes(model, dtype)
+    # A layout is made from empty experts, which must take no memory.
     with torch.device("meta"):
-        return slot_layout(spec, dtype, expert_storage(spec, dtype, config.expert_quantization)).num_bytes
+        storage = expert_storage(model.spec, dtype, config.expert_quantization, shapes)
+        return slot_layouts(model.spec, dtype, storage, shapes)
+
+
+def _expert_shapes(model: NativeModel, dtype: torch.dtype) -> Sequence[ExpertShape]:
+    """Return the shape of the experts of each layer that has some, as a GPU keeps them."""
+    if model.spec.moe is None:
+        return ()
+    return NativeExperts(model.index, model.spec, dtype, rounding_on_gpu(model.spec, model.index)).shapes()
 
 
 def _gpu_others(model: NativeModel, dtype: torch.dtype) -> int:
     """Return the bytes on each GPU of all weights but the experts."""
-    return plan_weights(model.spec, model.index, no_experts).loaded_num_bytes(dtype.itemsize, narrow=False)
+    from moeserve.model.gpu.kernels import quantised_bytes
+
+    quantised = quantised_bytes(rounding_on_gpu(model.spec, model.index))
+    plan = plan_weights(model.spec, model.index, no_experts)
+    return plan.loaded_num_bytes(dtype.itemsize, narrow=False, quantised=quantised)
 
 
 def _free_on_gpu(gpu: Gpu, weights: int, config: ServeConfig) -> int:

@@ -10,7 +10,15 @@ import torch
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import RESERVE_BYTES
-from moeserve.engine.doctor import examine, in_billions, parameters_of, setups_of
+from moeserve.engine.doctor import (
+    examine,
+    for_gpu,
+    in_billions,
+    kv_on_gpu,
+    parameters_of,
+    setups_of,
+    smallest_gpu,
+)
 from moeserve.engine.memory_plan import share_memory
 from moeserve.machine import Machine
 from moeserve.model.gguf.hub import kind_of
@@ -32,7 +40,8 @@ class FileChoice:
     model: which of several models it holds, for people.
 
     obstacle: why this machine does not serve it from memory. kv_tokens: that fit beside it, None if not known.
-    tokens_per_second: the most for one request, as memory is read; None if not known.
+    tokens_per_second: the most for one request, as memory is read; None if not known. gpu_tokens: of keys and values
+    beside it in the memory of the smallest GPU; None without a GPU that it fits, and if not known.
     """
 
     name: str
@@ -42,13 +51,17 @@ class FileChoice:
     obstacle: str | None = None
     kv_tokens: int | None = None
     tokens_per_second: float | None = None
+    gpu_tokens: int | None = None
 
 
 def advised(choices: Sequence[FileChoice]) -> dict[str, FileChoice]:
-    """Return by model the largest file that fits and has at most eight bits a weight, if one does."""
+    """Return by model the largest file that fits and has at most eight bits a weight, if one does.
+
+    Where one of them fits a GPU, the largest that does.
+    """
     found: dict[str, FileChoice] = {}
-    for choice in sorted(choices, key=lambda choice: choice.num_bytes):
-        if choice.obstacle is None and choice.kind not in _WIDE:
+    for choice in sorted(choices, key=lambda choice: (choice.gpu_tokens is not None, choice.num_bytes)):
+        if (choice.obstacle is None or choice.gpu_tokens is not None) and choice.kind not in _WIDE:
             found[choice.model] = choice
     return found
 
@@ -86,12 +99,20 @@ def _choice_here(parts: Sequence[Path], machine: Machine, config: ServeConfig) -
     except ModelError as error:
         return replace(choice, obstacle=str(error))
     name = f"{model.spec.model_type}, {in_billions(parameters_of(model.spec).total)} parameters"
-    setup = setups_of(model, replace(machine, gpus=()), config)[0]
+    setup, *others = setups_of(model, machine, config)
     obstacle, least = setup.obstacle, min(_LEAST_TOKENS, model.spec.max_position)
     if obstacle is None and setup.kv_tokens < least:
         obstacle = f"Only {setup.kv_tokens:,} tokens of keys and values fit beside it."
-    speed = setup.tokens_per_second
-    return replace(choice, model=name, obstacle=obstacle, kv_tokens=setup.kv_tokens, tokens_per_second=speed)
+    speed, on_gpu = setup.tokens_per_second, next((other for other in others if other.device == "cuda"), None)
+    fits = on_gpu is not None and on_gpu.obstacle is None and on_gpu.kv_tokens >= least
+    return replace(
+        choice,
+        model=name,
+        obstacle=obstacle,
+        kv_tokens=setup.kv_tokens,
+        tokens_per_second=speed,
+        gpu_tokens=on_gpu.kv_tokens if on_gpu is not None and fits else None,
+    )
 
 
 def choices_of_hub(
@@ -110,8 +131,22 @@ def choices_of_hub(
         speed = None
         if obstacle is None and read_share is not None and machine.bandwidth is not None:
             speed = machine.bandwidth / (num_bytes * read_share)
-        choices.append(FileChoice(f"{name}:{kind}", kind, num_bytes, name, obstacle, kv_tokens, speed))
+        on_gpu = _kv_on_gpu(num_bytes, spec, machine, config)
+        choices.append(FileChoice(f"{name}:{kind}", kind, num_bytes, name, obstacle, kv_tokens, speed, on_gpu))
     return choices
+
+
+def _kv_on_gpu(num_bytes: int, spec: ModelSpec | None, machine: Machine, config: ServeConfig) -> int | None:
+    """Return the tokens of KV beside weights of `num_bytes` on the smallest GPU, None where they do not fit one."""
+    gpu = smallest_gpu(machine)
+    if gpu is None or not isinstance(spec, DecoderSpec) or spec.state_layers:
+        return None
+    try:
+        kv = kv_on_gpu(spec, gpu, num_bytes, (on_gpu := for_gpu(config)))
+    except ConfigError:
+        return None
+    tokens = 0 if kv is None else kv.num_blocks * on_gpu.block_size
+    return tokens if tokens >= min(_LEAST_TOKENS, spec.max_position) else None
 
 
 def _kv_beside(

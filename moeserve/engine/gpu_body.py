@@ -16,17 +16,22 @@ from kernels.activation import Activation
 from kernels.cpu.library import native_kernels_absence
 from kernels.gpu.device import multiprocessor_of
 from kernels.gpu.moe import TritonMoe
-from kernels.gpu.moe_weights import GpuExperts
-from kernels.gpu.ops import GpuOps, store_expert
+from kernels.gpu.moe_weights import ExpertStorage, GpuExperts
+from kernels.gpu.ops import GpuOps
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import GRAPH_BYTES, StateDemand, available_bytes, step_budget
-from moeserve.engine.experts.gpu_memory import GpuExpertSettings, GpuResidentModel, open_gpu_experts, plan_gpu_residency
+from moeserve.engine.experts.gpu_memory import (
+    GpuExpertSettings,
+    GpuResidentModel,
+    open_gpu_experts,
+    plan_gpu_residency,
+)
 from moeserve.engine.experts.settings import measured_load
 from moeserve.engine.rank import Group, Prepared
 from moeserve.engine.ranks.together import captures_decodes
 from moeserve.model.checkpoint import OwnedExperts, read_index
 from moeserve.model.decoder import Decoder, StepDecoder
-from moeserve.model.expert_weights import LayerExperts
+from moeserve.model.expert_weights import LayerExperts, shapes_of_experts
 from moeserve.model.gpu.kernels import (
     attention_shape,
     check_shared_memory,
@@ -63,7 +68,8 @@ _SHARE_FOR_EXPERTS = 0.8
 _SECONDS_TO_COMPILE = 600.0
 
 
-def gpu_settings(config: ServeConfig, states: StateDemand | None) -> GpuSettings:
+def gpu_settings(config: ServeConfig, states: StateDemand | None, *, keeps_stored: bool = False) -> GpuSettings:
+    """keeps_stored: see `Rounding`."""
     return GpuSettings(
         config.block_size,
         config.max_num_seqs,
@@ -75,6 +81,7 @@ def gpu_settings(config: ServeConfig, states: StateDemand | None) -> GpuSettings
         kv_dtype=kv_dtype_of(config.kv_cache_dtype),
         expert_quantization=config.expert_quantization,
         states=states,
+        keeps_stored=keeps_stored,
     )
 
 
@@ -136,6 +143,7 @@ class GpuBody:
         directory: Path,
         spec: DecoderSpec,
         dtype: torch.dtype,
+        rounding: Rounding,
         settings: GpuSettings,
         bounded: GpuExpertSettings | None,
         device: torch.device,
@@ -150,19 +158,22 @@ class GpuBody:
         """Allocate scratch. If `--expert-memory` does not hold all experts, also allocate slots and open the tier
         below.
 
-        bounded: the settings of `--expert-memory`. told: hears what is done between loading and the first request.
-        owned, replays_with, waits: among several ranks, this rank's experts, the shape of dispatch, and the waits of
-        the collectives. Raise ConfigError or ModelError.
+        rounding: of the checkpoint's weights. bounded: the settings of `--expert-memory`. told: hears what is done
+        between loading and the first request. owned, replays_with, waits: among several ranks, this rank's experts, the
+        shape of dispatch, and the waits of the collectives. Raise ConfigError or ModelError.
         """
         self._spec, self._dtype, self._device, self._waits = spec, dtype, device, waits
-        self._storage = storage = expert_storage(spec, dtype, settings.expert_quantization)
+        shapes = shapes_of_experts(directory, spec, dtype, rounding)
+        self._storage = storage = expert_storage(spec, dtype, settings.expert_quantization, shapes)
         multiprocessor = multiprocessor_of(device)
         check_shared_memory(
             spec, storage, attention_shape(spec, settings.block_size, dtype, multiprocessor, settings.kv_dtype)
         )
         self._configs = configs = expert_configs(spec, storage, device)
         max_rows = settings.max_num_batched_tokens
-        residency = None if bounded is None else plan_gpu_residency(spec, dtype, bounded.num_bytes, storage, owned)
+        residency = None
+        if bounded is not None:
+            residency = plan_gpu_residency(spec, dtype, bounded.num_bytes, storage, owned, rounding, shapes)
         self.resident: GpuResidentModel | None = None
         moe: TritonMoe | None = None
         if bounded is not None and residency is not None:
@@ -202,7 +213,7 @@ class GpuBody:
 
     def take_expert(self, reader: LayerExperts) -> GpuExperts:
         """Read into host memory, quantised."""
-        return store_expert(reader.read_matrices(0), self._storage, self._dtype, torch.device("cpu"))
+        return ExpertStorage(reader.shape, self._storage).store(reader.read_matrices(0), torch.device("cpu"))
 
     def install_expert(self, experts: GpuExperts, slot: int, taken: GpuExperts) -> None:
         experts.copy_slot(slot, taken)
@@ -217,13 +228,21 @@ class GpuBody:
         """Compile the experts' kernels with long waits: ranks do not compile equally fast."""
         group.collectives.be_patient(_SECONDS_TO_COMPILE)
         assert isinstance(decoder, Decoder)
-        spec, configs, experts = self._spec, self._configs, decoder.experts[0]
+        spec, configs, max_rows = self._spec, self._configs, self._settings.max_num_batched_tokens
         assert spec.moe is not None
         assert configs is not None
-        ids = range(experts.gate_up.num_slots) if self.resident is None else sorted(group.experts.experts_here(0))
-        compute = self.compute_of(spec.moe_layers[0])
-        max_rows = self._settings.max_num_batched_tokens
-        launch_expert_variants(compute, experts, decoder, spec.moe, configs.variant, max_rows, ids)
+        # One layer of each storage.
+        for place in {
+            self._forms_of(decoder, place): place for place in reversed(range(len(spec.moe_layers)))
+        }.values():
+            experts = decoder.experts[place]
+            ids = range(experts.gate_up.num_slots) if self.resident is None else group.experts.experts_here(place)
+            compute = self.compute_of(spec.moe_layers[place])
+            launch_expert_variants(compute, experts, decoder, spec.moe, configs.variant, max_rows, sorted(ids))
+
+    def _forms_of(self, decoder: Decoder, place: int) -> tuple[object, object]:
+        experts = decoder.experts[place] if self.resident is None else self.resident.layers[place].experts.resident
+        return experts.gate_up.form, experts.down.form
 
     def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
         """Compute the largest step, allocate the memory that is left for KV, and compile all kernels.

@@ -151,7 +151,8 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     check_expert_store(config, spec, device)
     placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
-        return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
+        rounding = rounding_on_gpu(spec, read_index(directory))
+        return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device, rounding=rounding)
     if placement is None and spec.moe is not None:
         # Refuse an unusable file, whether or not a setting uses it.
         read_statistics(directory, config)
@@ -400,7 +401,8 @@ def plan_from_rank_0(
     """Return rank 0's plan for another rank's own copy of the model. num_slots: see `residency_with`."""
     device = choose_device(config, cuda_absence)
     spec, dtype = read_any_spec(directory, config, device)
-    rounding = rounding_of(config, spec, read_index(directory))
+    index = read_index(directory)
+    rounding = rounding_of(config, spec, index) if device == "cpu" else rounding_on_gpu(spec, index)
     residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype, rounding)
     return ModelPlan(spec, dtype, kv, 0, placement, residency, device, rounding, layers=layers)
 
@@ -547,22 +549,17 @@ def _packs_experts(spec: DecoderSpec, rounding: Rounding) -> bool:
 def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, TensorInfo]) -> Rounding:
     """Return how a CPU keeps the weights: rounded as the settings ask, or in the checkpoint's own bits.
 
-    There is no rounding on a GPU, which stores experts otherwise. Raise ConfigError for settings that contradict each
-    other or the checkpoint.
+    Raise ConfigError for settings that contradict each other or the checkpoint.
     """
     if config.device == "cuda":
-        return NO_ROUNDING
+        return rounding_on_gpu(spec, index)
     rounding = Rounding.named(config.quantization, config.expert_quantization, config.arithmetic)
     if not isinstance(spec, DecoderSpec):
         # The check at load compares numbers, and rounded rows differ by more than faults do.
         rounding = replace(rounding, arithmetic="exact")
         if config.arithmetic == "int8":
             raise ConfigError("--arithmetic int8 is for models on our own code so far: leave it at auto.")
-    stored = {
-        shown_format(info.dtype, form) for info in index.values() if (form := format_in_file(info.dtype)) is not None
-    }
-    if spec.quantization is not None and spec.quantization.kind == "mxfp4":
-        stored.add(spec.quantization.kind)
+    stored = _stored_formats(spec, index)
     absence, narrow = native_kernels_absence(), isinstance(spec, DecoderSpec) and _narrows(config)
     computes = config.dtype in ("auto", "float32") or narrow
     if stored - FLOATS_OF_8_BITS and not rounding.is_none:
@@ -578,6 +575,22 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
     if not computes:
         raise ConfigError(f"Quantised weights on a CPU do not multiply rows of {config.dtype}: leave --dtype at auto.")
     return replace(rounding, narrow=narrow)
+
+
+def rounding_on_gpu(spec: ModelSpec, index: Mapping[str, TensorInfo]) -> Rounding:
+    """Return how a GPU keeps the weights: in the checkpoint's own bits. `--expert-quantization` is not part of it."""
+    stored = _stored_formats(spec, index)
+    return Rounding(arithmetic="exact", keeps_stored=bool(stored), stored=tuple(sorted(stored)))
+
+
+def _stored_formats(spec: ModelSpec, index: Mapping[str, TensorInfo]) -> set[str]:
+    """Return the names of the quantised formats of a checkpoint, for people."""
+    stored = {
+        shown_format(info.dtype, form) for info in index.values() if (form := format_in_file(info.dtype)) is not None
+    }
+    if spec.quantization is not None and spec.quantization.kind == "mxfp4":
+        stored.add(spec.quantization.kind)
+    return stored
 
 
 def keeps_narrow(dtype: torch.dtype) -> bool:

@@ -18,13 +18,12 @@ from experts.routing.gates import GatedBlock as AskedGate
 from kernels.cpu.attention_block import AttentionWeights, attention_block
 from kernels.cpu.layers import LayerParts, NativeLayers, native_layers
 from kernels.linear import Linear
-from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormWeights, Ops, StepInputs
+from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormWeights, Ops, StepInputs, Table
 from kernels.state_rows import StateRows
 from kernels.weight_formats import Matrix
 from moeserve.model.delta_net import GatedDeltaNet
 from moeserve.model.norms_over_ranks import NormsOverRanks, Partners
 from moeserve.model.rope import rope_frequencies
-from moeserve.model.rounding import look_up
 from moeserve.model.shards import Shard
 from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, ModelSpec, RopeSpec
 from moeserve.model.stages import Stage
@@ -382,7 +381,7 @@ class Decoder:
         self.device = ops.device
         self.max_model_len = max_model_len
         self.ops = ops
-        self._embedding = embedding
+        self._embedding = None if embedding is None else ops.pack_table(embedding, dtype)
         self._layers = tuple(layers)
         # The norm after each layer's second sum.
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), norm)
@@ -494,17 +493,17 @@ class Decoder:
     def _embed(self, token_ids: Tensor) -> Tensor:
         assert self._embedding is not None, "another stage has the embedding"
         if self._partners is None:
-            embedded = look_up(self._embedding, token_ids).to(self.dtype)
+            embedded = self._embedding(token_ids)
         else:
             embedded = self._partners.add_up(self._own_rows(self._embedding, self._partners.shard, token_ids))
         return embedded if self.spec.embedding_multiplier == 1.0 else embedded.mul_(self.spec.embedding_multiplier)
 
-    def _own_rows(self, embedding: Matrix, shard: Shard, token_ids: Tensor) -> Tensor:
+    def _own_rows(self, embedding: Table, shard: Shard, token_ids: Tensor) -> Tensor:
         """Return the rows of the tokens that this shard has, and zeros for others."""
         own = shard.of(self.spec.vocab_size)
         places = token_ids - own.start
         is_other = (places < 0) | (places >= len(own))
-        return look_up(embedding, places.masked_fill_(is_other, 0)).to(self.dtype).masked_fill_(is_other[:, None], 0.0)
+        return embedding(places.masked_fill_(is_other, 0)).masked_fill_(is_other[:, None], 0.0)
 
     def predict_next(
         self, batch: ForwardBatch, states: Tensor, rows: Tensor, kv_pools: KvPools

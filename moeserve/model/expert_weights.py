@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ from moeserve.model.checkpoint import (
     WeightPlan,
     plan_experts,
     plan_weights,
+    read_index,
 )
 from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file, has_fine_experts, lies_in_blocks
 from moeserve.model.spec import CheckpointError, DecoderSpec, Progress
@@ -115,6 +118,13 @@ class NativeExperts:
         return ExpertReader(self._spec, plan, reader, self._dtype, self._rounding)
 
 
+def shapes_of_experts(
+    directory: Path, spec: DecoderSpec, dtype: torch.dtype, rounding: Rounding
+) -> tuple[ExpertShape, ...]:
+    """Return the shape of the experts of each layer that has some. Raise CheckpointError."""
+    return () if spec.moe is None else NativeExperts(read_index(directory), spec, dtype, rounding).shapes()
+
+
 class ExpertReader:
     """Reads the experts of one layer of a model on our own code. See `LayerExperts`."""
 
@@ -132,7 +142,11 @@ class ExpertReader:
         self.owned = plan.owned
         self.shape = expert_shape(spec, plan, dtype, rounding)
         self._keeps_stored = rounding.keeps_stored and rounding.experts is None and self.shape.formats is not None
-        self.layout = expert_layout(self.shape)
+
+    @cached_property
+    def layout(self) -> ExpertLayout:
+        # Made when it is asked for: on a GPU nobody does.
+        return expert_layout(self.shape)
 
     def read(self, place: int) -> Tensor:
         return self.layout.pack(self.read_matrices(place))

@@ -202,8 +202,3 @@ def has_fine_experts(layer: int, num_layers: int) -> bool:
     """Return whether the inputs of a layer's experts are rounded twice, where weights have 8 bits: errors of the first
     layer pass through all others, errors of the last one directly affect the choice of the next token."""
     return layer in (0, num_layers - 1)
-
-
-def look_up(table: Matrix, rows: Tensor) -> Tensor:
-    """Return rows of an embedding, float32 if the table is quantised."""
-    return table.rows(rows).dequantise() if isinstance(table, QuantizedRows) else table[rows]

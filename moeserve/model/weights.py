@@ -193,7 +193,7 @@ class _Loader:
             own = [None] * len(parts) if biases is None else biases.split([part.shape[0] for part in parts])
             own_parts = zip(parts, own, strict=True)
             packed = [self._ops.pack_linear(fine(part, keys[0]), bias, dtype) for part, bias in own_parts]
-            return side_by_side(packed, order)
+            return side_by_side(packed, None if order is None else order.to(self._ops.device))
         if order is not None:
             rows, biases = rows.rows(order), None if biases is None else biases[order]
         return self._ops.pack_linear(fine(rows, keys[0]), biases, dtype)

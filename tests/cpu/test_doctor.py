@@ -23,7 +23,7 @@ import moeserve.machine
 from launcher.cli import main
 from moeserve.config import ServeConfig
 from moeserve.engine.doctor import NativeModel, examine, kinds_of_layers, parameters_of, setups_of, sizes_of, summary
-from moeserve.engine.experts.gpu_memory import slot_layout
+from moeserve.engine.experts.gpu_memory import slot_layouts
 from moeserve.engine.memory_plan import plan_model, plan_on_cpu, weights_bytes
 from moeserve.machine import Gpu, Machine
 from moeserve.model.checkpoint import read_index
@@ -304,8 +304,8 @@ def test_sizes_on_a_gpu_are_known_without_taking_memory(form: str, tmp_path: Pat
     spec = spec_of(folder_of({**QWEN3, "hidden_size": 256}, tmp_path))
     storage = expert_storage(spec, torch.bfloat16, form)
     with torch.device("meta"):
-        found = slot_layout(spec, torch.bfloat16, storage).num_bytes
-    assert found == slot_layout(spec, torch.bfloat16, storage).num_bytes
+        found = slot_layouts(spec, torch.bfloat16, storage).num_bytes
+    assert found == slot_layouts(spec, torch.bfloat16, storage).num_bytes
 
 
 def test_without_a_model_the_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:

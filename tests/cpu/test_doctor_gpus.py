@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kernels.weight_formats import FORMATS
 from moeserve.config import ServeConfig
-from moeserve.engine.doctor import examine, setups_of
+from moeserve.engine.doctor import NativeModel, examine, setups_of
 from moeserve.machine import Gpu
+from moeserve.model.checkpoint import TensorRef, fused_expert_tensors, layer_tensors, outer_tensors
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.spec import DecoderSpec
+from moeserve.model.stored import TensorInfo
 from tests.cpu.test_doctor import GIB, MACHINE, QWEN3, folder_of
 from tests.support.recorded_gpus import GPUS
 
@@ -91,3 +97,38 @@ def test_latent_attention_in_float32_is_refused_where_a_program_has_little_share
         "--device cuda: attention with heads of 576 elements in float32 needs 107520 bytes of shared memory, and the "
         "GPU allows 101376."
     )
+
+
+def q4_k_m(spec: DecoderSpec) -> dict[str, TensorInfo]:
+    """Return the tensors of a file of llama.cpp's kind Q4_K_M: values and `down` of half of the layers in Q6_K."""
+    index: dict[str, TensorInfo] = {}
+
+    def add(key: str, ref: TensorRef, layer: int) -> None:
+        eighth = spec.num_layers // 8
+        finer = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
+        kind = "Q6_K" if key == "lm_head" or (finer and key in ("v", "down")) else "Q4_K"
+        if len(ref.shape) == 1 or key == "moe_gate":
+            index[ref.names[0]] = TensorInfo(Path("q4_k_m.gguf"), "F32", ref.shape, 4 * prod(ref.shape))
+        else:
+            num_bytes = prod(ref.shape) // 256 * FORMATS[kind.lower()].block_bytes
+            index[ref.names[0]] = TensorInfo(Path("q4_k_m.gguf"), kind, ref.shape, num_bytes)
+
+    for layer in range(spec.num_layers):
+        for key, ref in (layer_tensors(spec, layer) | fused_expert_tensors(spec, layer)).items():
+            add(key, ref, layer)
+    for key, ref in outer_tensors(spec).items():
+        add(key, ref, -1)
+    return index
+
+
+def test_a_30b_of_experts_in_q4_k_m_fits_a_card_of_24_gb_with_32k_tokens(tmp_path: Path) -> None:
+    spec = build_spec(load_config(folder_of(QWEN3, tmp_path)))
+    index = q4_k_m(spec)
+    # The file in public has 18.56 GB.
+    assert sum(info.num_bytes for info in index.values()) == pytest.approx(18.55e9, rel=2e-3)
+    model = NativeModel(spec, index, ())
+    card = next(gpu for gpu in GPUS if "RTX4090" in gpu.name)
+    found = [one for one in setups_of(model, replace(MACHINE, gpus=(card,)), ServeConfig()) if one.device == "cuda"]
+    assert [setup.obstacle for setup in found] == [None]
+    assert found[0].weights_bytes < 1.04 * 18.56e9
+    assert found[0].kv_tokens >= 32768

@@ -12,6 +12,7 @@ from tests.support.separate_process import output_of
 HOPPER_SHARED_BYTES = 227 << 10
 # Between them windows, sinks, latent attention, flat norms, layer norms, shared experts and models without experts.
 CASES = ("llama", "qwen2_moe", "gpt_oss", "deepseek_v3-yarn", "mixtral:int4:fp8_e4m3", "deepseek_v3-yarn:fp8:fp8_e4m3")
+CASES += ("qwen3_moe:awq:auto",)
 CASES_OF_RANKS = ("mixtral", "mixtral:int4:fp8_e4m3")
 MORE_CASES_OF_RANKS = ("deepseek_v3-yarn:fp8:fp8_e4m3", "qwen3_moe:int8:auto")
 MORE_CASES = (

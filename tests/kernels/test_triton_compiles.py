@@ -60,10 +60,15 @@ def test_what_a_service_with_heads_of_128_launches_fits_cards_of_little_shared_m
     assert len(compiled("heads_of_128", capability)) >= 10
 
 
+def test_products_with_quantised_weights_run_on_tensor_cores_and_fit_cards_of_little_shared_memory():
+    lines = [line for line in compiled("packed_few", 86, most_stack=16) if "_kernel" in line]
+    assert all(numbers(line)["mma"] for line in lines if "_linear_" in line or "_up_" in line or "_down_" in line)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-@pytest.mark.parametrize("cases", ["served", "served_fp8", "experts", "experts_fp8", "others", "recurrent"])
+@pytest.mark.parametrize("cases", ["served", "served_fp8", "experts", "experts_fp8", "packed", "others", "recurrent"])
 def test_what_a_service_can_launch_fits_every_card_since_ampere(cases: str, capability: int):
     if cases.endswith("fp8") and capability < 89:
         pytest.skip("fp8 takes compute capability 8.9")

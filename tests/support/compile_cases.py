@@ -24,12 +24,15 @@ from kernels.gpu.moe_config import MoeShape, config_for
 from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.gpu.norm import add_rms_norm, layer_norm, rms_norm
+from kernels.gpu.packed_linear import multiply_rows
+from kernels.gpu.packed_rows import PackedForm, look_up_packed, packed_form
 from kernels.gpu.recurrent import gated_delta_rule, gated_norm, mamba1_scan, mamba2_scan, short_conv
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.gpu.sampling import greedy, sample
 from kernels.mamba import MambaHeads
 from kernels.specs import Activation, GateSpec
 from kernels.state_rows import StateRows
+from kernels.weight_formats import FORMATS
 
 Cases = Iterator[tuple[str, Callable[[], object]]]
 BF16, FP16, FP8, FP32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32
@@ -150,6 +153,30 @@ def _of_experts(multiprocessor: Multiprocessor, *sizes: tuple[MoeShape, tuple[in
     for shape, numbers in sizes:
         for num_tokens in numbers:
             yield f"{shape.weights} {num_tokens}", partial(launch_experts, shape, num_tokens, multiprocessor)
+
+
+def packed_few(multiprocessor: Multiprocessor) -> Cases:
+    """Dense products and experts of a Q4_K_M file, for prompts."""
+    return (case for case in packed(multiprocessor) if case[0] in ("q4_k 512", "experts q4_k 2048"))
+
+
+def packed(multiprocessor: Multiprocessor) -> Cases:
+    """Products with quantised weights in the forms that services have most: dense ones, and those of experts."""
+    for name in ("q4_k", "q6_k", "q8_0", "iq4_xs", "int4_f16", "fp8_128"):
+        form = packed_form(FORMATS[name], 2048)
+        rows = torch.empty(4096, form.row_bytes, dtype=torch.uint8, device=META)
+        for num_tokens in (1, 512):
+            x = torch.empty(num_tokens, 2048, dtype=BF16, device=META)
+            yield f"{name} {num_tokens}", partial(multiply_rows, x, rows, form, None, BF16)
+    down = packed_form(FORMATS["q6_k"], 768)
+    for name, up in (("q4_k", packed_form(FORMATS["q4_k"], 2048)), ("mxfp4", packed_form(FORMATS["mxfp4"], 2048))):
+        for num_tokens in (1, 256, 2048):
+            yield (
+                f"experts {name} {num_tokens}",
+                partial(launch_experts, MoeShape(*QWEN, "packed"), num_tokens, multiprocessor, forms=(up, down)),
+            )
+    table = torch.empty(1000, down.row_bytes, dtype=torch.uint8, device=META)
+    yield "table", lambda: look_up_packed(table, down, torch.zeros(3, dtype=torch.int64, device=META), BF16)
 
 
 def activations(multiprocessor: Multiprocessor) -> Cases:
@@ -327,13 +354,18 @@ def scoring(num_heads: int, flags: bool) -> Scoring:
 
 
 def launch_experts(
-    shape: MoeShape, num_tokens: int, multiprocessor: Multiprocessor, activation: Activation = SILU
+    shape: MoeShape,
+    num_tokens: int,
+    multiprocessor: Multiprocessor,
+    activation: Activation = SILU,
+    forms: tuple[PackedForm, PackedForm] | None = None,
 ) -> None:
-    """Run gate and experts with the tiles that serving chooses."""
+    """Run gate and experts with the tiles that serving chooses. forms: of packed matrices."""
     width, hidden, top_k = shape.intermediate_size, shape.hidden_size, shape.top_k
     dtype = FP32 if shape.weights == "float32" else BF16
     rows = 2 * width if activation.is_gated else width
-    matrices = GpuExperts(matrix(shape, rows, hidden), matrix(shape, hidden, width))
+    up, down = (None, None) if forms is None else forms
+    matrices = GpuExperts(matrix(shape, rows, hidden, up), matrix(shape, hidden, width, down))
     workspace = MoeWorkspace.allocate(num_tokens, top_k, shape.num_experts, hidden, width, dtype, META)
     x = torch.empty(num_tokens, hidden, dtype=dtype, device=META)
     logits = torch.empty(num_tokens, shape.num_experts, dtype=dtype, device=META)
@@ -342,7 +374,10 @@ def launch_experts(
     moe_experts(x, ids, weights, matrices, activation, config, workspace)
 
 
-def matrix(shape: MoeShape, rows: int, depth: int) -> StoredMatrix:
+def matrix(shape: MoeShape, rows: int, depth: int, form: PackedForm | None = None) -> StoredMatrix:
+    if form is not None:
+        values = torch.empty(shape.num_experts, rows, form.row_bytes, dtype=torch.uint8, device=META)
+        return StoredMatrix(values, form=form)
     if shape.weights == "int4":
         packed = torch.empty(shape.num_experts, rows, depth // 2, dtype=torch.uint8, device=META)
         return StoredMatrix(packed, torch.empty(shape.num_experts, depth // shape.group_size, rows, device=META))

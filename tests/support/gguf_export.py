@@ -16,6 +16,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
 
+from kernels.cpu.library import native_kernels
+from kernels.cpu.quantised import quantise
+from kernels.weight_formats import FORMATS
 from tests.support.tiny_models import YARN
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -74,19 +77,30 @@ def write_gguf(
     write_tensors(writer, _tensors(name, config, model.state_dict(), latent), quantise)
 
 
-def write_tensors(writer: gguf.GGUFWriter, tensors: Iterable[tuple[str, torch.Tensor]], quantise: Quantise) -> None:
+def write_tensors(writer: gguf.GGUFWriter, tensors: Iterable[tuple[str, torch.Tensor]], kind_of: Quantise) -> None:
     """Write tensors as the last part of a file."""
     for tensor_name, tensor in tensors:
         values = np.ascontiguousarray(tensor.float().numpy())
-        kind = quantise(tensor_name, values) if values.ndim > 1 else Kind.F32
+        kind = kind_of(tensor_name, values) if values.ndim > 1 else Kind.F32
         if kind is Kind.F32:
             writer.add_tensor(tensor_name, values)
         else:
-            writer.add_tensor(tensor_name, gguf.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(tensor_name, _in_blocks(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _in_blocks(values: np.ndarray, kind: Kind) -> np.ndarray:
+    """Round [..., K] to blocks of a kind, those of which gguf writes none by our own kernels."""
+    form = FORMATS.get(kind.name.lower())
+    if form is None or form.block == 32:
+        return np.asarray(gguf.quantize(values, kind))
+    kernels = native_kernels()
+    assert kernels is not None
+    rows = quantise(torch.from_numpy(values).flatten(0, -2), form, kernels)
+    return rows.data.reshape(*values.shape[:-1], -1).numpy()
 
 
 # Turns a tensor of a file, by its name, into those that are written in its place.

@@ -12,7 +12,9 @@ from kernels.gpu.moe_config import MoeConfigs, WeightStorage
 from kernels.gpu.ops import GpuOps
 from moeserve.engine.experts.gpu_memory import GpuResidentModel
 from moeserve.model.decoder import Decoder
+from moeserve.model.expert_weights import shapes_of_experts
 from moeserve.model.gpu.kernels import expert_configs, expert_storage, triton_moe
+from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.weights import load_decoder
@@ -31,13 +33,15 @@ def build_gpu_decoder(
     configs: MoeConfigs | None = None,
     observers: Sequence[AnyObserver] = (),
     storage: WeightStorage | None = None,
+    rounding: Rounding = NO_ROUNDING,
 ) -> Decoder:
     """The model in `directory` on `device`, with expert scratch for steps of up to `max_tokens` tokens.
 
     experts: only some of these are in the device's memory; None to load all. configs: of the experts' kernels,
-    see `expert_configs`. observers: of steps. storage: of the experts' weights, default `dtype`.
+    see `expert_configs`. observers: of steps. storage: of the experts' weights, default as
+    `rounding` of the checkpoint's weights says.
     """
-    storage = storage or expert_storage(spec, dtype)
+    storage = storage or expert_storage(spec, dtype, shapes=shapes_of_experts(directory, spec, dtype, rounding))
     configs = configs or expert_configs(spec, storage, device)
     moe = None
     if configs is not None and experts is None:
@@ -53,6 +57,7 @@ def build_gpu_decoder(
         max_model_len=max_model_len,
         observers=observers,
         progress=progress,
+        rounding=rounding,
     )
 
 

@@ -18,7 +18,7 @@ from moeserve.engine.experts.gpu_memory import (
     GpuResidentModel,
     open_gpu_experts,
     plan_gpu_residency,
-    slot_layout,
+    slot_layouts,
 )
 from moeserve.engine.experts.prefetch import start_prefetching
 from moeserve.engine.rank import ObservedRunner
@@ -108,7 +108,7 @@ def open_experts(
     """Settings that pay for `num_slots` in each layer. compute: `--expert-compute`; the model does not share yet. host:
     how the host keeps experts that it computes."""
     storage = expert_storage(spec, DTYPE, quantization)
-    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE, storage).num_bytes)
+    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layouts(spec, DTYPE, storage).num_bytes)
     plan = plan_gpu_residency(spec, DTYPE, size, storage)
     assert plan is not None
     assert set(plan.slots.num_slots) == {num_slots}

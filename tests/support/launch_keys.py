@@ -2,7 +2,8 @@
 
 `python -m tests.support.launch_keys CASE...` prints, for every case and way of serving, how many keys starting up
 reaches and, one per line, the kernels that serving steps of all kinds reach besides. A case is a name of `tiny_models`,
-or NAME:QUANTIZATION:KV with the values of --expert-quantization and --kv-cache-dtype. It has to run in a process of its
+or NAME:QUANTIZATION:KV with the values of --expert-quantization and --kv-cache-dtype; `awq` stands for a checkpoint
+whose last layer has unquantised experts. It has to run in a process of its
 own, without TRITON_INTERPRET. Whatever a kernel would have written stays as it is; what the gates
 choose is drawn at random.
 """
@@ -12,7 +13,7 @@ import random
 import sys
 import tempfile
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,31 @@ import kernels.gpu.ops
 import moeserve.model.gpu.batches
 from experts.memory.file import round_to_page
 from kernels.gpu.moe_config import WeightStorage
+from kernels.packed_experts import ExpertShape
 from moeserve.engine.experts.gpu_memory import (
     GpuExpertSettings,
     GpuResidentModel,
     open_gpu_experts,
     plan_gpu_residency,
-    slot_layout,
+    slot_layouts,
 )
+from moeserve.engine.memory_plan import rounding_on_gpu
+from moeserve.model.checkpoint import read_index
+from moeserve.model.expert_weights import shapes_of_experts
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gpu.batches import AttentionLimits, StepBatches
 from moeserve.model.gpu.kernels import expert_configs, expert_storage, kv_dtype_of
 from moeserve.model.gpu.runner import DecodeSteps, GpuModelRunner, HeardDecoder
 from moeserve.model.gpu.setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
 from moeserve.model.kv_pool import KVPool
+from moeserve.model.rounding import Rounding
 from moeserve.model.spec import DecoderSpec, silent
 from moeserve.model.state_pool import StatePool, pools_by_layer
 from moeserve.model.step_arrays import StepShape, capture_sizes
 from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StepPlan
 from tests.support.caught_launches import launches_go_to
 from tests.support.gpu_decoder import build_gpu_decoder
+from tests.support.quantised_files import awq, quantise_checkpoint
 from tests.support.tiny_models import save
 
 # The multiprocessors of the device that configurations are chosen for, an H200; its shared memory is the interpreter's.
@@ -110,11 +117,17 @@ def main(cases: list[str]) -> None:
         name, quantization, kv = case.split(":") if ":" in case else (case, "none", "auto")
         with tempfile.TemporaryDirectory() as folder:
             save(name, Path(folder))
+            if quantization == "awq":
+                quantise_checkpoint(Path(folder), *awq(32), is_of_last_experts)
+                quantization = "none"
             spec = build_spec(load_config(Path(folder)))
-            storage = expert_storage(spec, DTYPE, quantization)
+            rounding = rounding_on_gpu(spec, read_index(Path(folder)))
+            shapes = shapes_of_experts(Path(folder), spec, DTYPE, rounding)
+            storage = expert_storage(spec, DTYPE, quantization, shapes)
             for way in ("graphs", "eager") if spec.moe is None else ("graphs", "eager", "slots"):
-                experts = open_experts(Path(folder), spec, storage) if way == "slots" else None
-                started, served = keys_of(Path(folder), spec, storage, kv_dtype_of(kv), experts, eager=way != "graphs")
+                experts = open_experts(Path(folder), spec, storage, rounding, shapes) if way == "slots" else None
+                kv_dtype, eager = kv_dtype_of(kv), way != "graphs"
+                started, served = keys_of(Path(folder), spec, storage, rounding, kv_dtype, experts, eager=eager)
                 if experts is not None:
                     assert experts.memory.stats().counters.num_evictions
                     experts.memory.close()
@@ -123,12 +136,18 @@ def main(cases: list[str]) -> None:
                     print(f"NEW {key}")
 
 
-def open_experts(folder: Path, spec: DecoderSpec, storage: WeightStorage) -> GpuResidentModel:
+def is_of_last_experts(name: str) -> bool:
+    return ".2.mlp.experts" in name
+
+
+def open_experts(
+    folder: Path, spec: DecoderSpec, storage: WeightStorage, rounding: Rounding, shapes: Sequence[ExpertShape]
+) -> GpuResidentModel:
     """Half of the experts have a slot, or as many as a token may choose."""
     assert spec.moe is not None
     num_slots = max(spec.moe.num_experts // 2, spec.moe.gate.top_k)
-    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE, storage).num_bytes)
-    plan = plan_gpu_residency(spec, DTYPE, size, storage)
+    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layouts(spec, DTYPE, storage, shapes).num_bytes)
+    plan = plan_gpu_residency(spec, DTYPE, size, storage, rounding=rounding, shapes=shapes)
     assert plan is not None
     settings = GpuExpertSettings(size, 2**30, "lru", None)
     configs = expert_configs(spec, storage, CPU)
@@ -162,6 +181,7 @@ def keys_of(
     folder: Path,
     spec: DecoderSpec,
     storage: WeightStorage,
+    rounding: Rounding,
     kv_dtype: torch.dtype | None,
     experts: GpuResidentModel | None,
     *,
@@ -179,13 +199,15 @@ def keys_of(
         configs=configs,
         experts=experts,
         storage=storage,
+        rounding=rounding,
     )
     pool = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, CPU)
     states = StatePool(spec.state_layers, 1, dtype, CPU) if spec.state_layers else None
     pools = pools_by_layer(spec, pool.layers, states)
     limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, CPU, kv_dtype=kv_dtype)
     batches = StepBatches(limits, MAX_SEQS)
-    variants = launch_variants(limits, configs, StepLimits(MAX_TOKENS, MAX_SEQS, MAX_LEN))
+    steps = StepLimits(MAX_TOKENS, MAX_SEQS, MAX_LEN)
+    variants = launch_variants(limits, configs, steps, keeps_stored=rounding.keeps_stored)
     heard = HeardDecoder(decoder, pools)
     decode = None if eager else DecodeSteps(heard, limits, capture_sizes(MAX_SEQS))
     with gates_at_random(), launch_keys() as started:

@@ -22,7 +22,7 @@ from kernels.gpu.moe_config import WeightStorage
 from moeserve.config import ServeConfig
 from moeserve.device import KvBudget
 from moeserve.engine.assemble import LoadedRank, load_rank
-from moeserve.engine.experts.gpu_memory import slot_layout
+from moeserve.engine.experts.gpu_memory import slot_layouts
 from moeserve.engine.memory_plan import ModelPlan
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.together import StepRows
@@ -109,7 +109,7 @@ def slot_bytes(spec: DecoderSpec, storage: WeightStorage) -> int:
     """One slot fewer than the rank has experts."""
     assert spec.moe is not None
     num_slots = spec.moe.num_experts // 2 - 1
-    return num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE, storage).num_bytes)
+    return num_slots * len(spec.moe_layers) * round_to_page(slot_layouts(spec, DTYPE, storage).num_bytes)
 
 
 def start(loaded: LoadedRank, spec: DecoderSpec, storage: WeightStorage, kv: str) -> Rank:

@@ -14,7 +14,7 @@ import torch
 from experts.memory.file import round_to_page
 from moeserve.config import ServeConfig
 from moeserve.device import KvBudget
-from moeserve.engine.experts.gpu_memory import slot_layout
+from moeserve.engine.experts.gpu_memory import slot_layouts
 from moeserve.model.gpu.kernels import expert_storage, kv_dtype_of
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import DecoderSpec
@@ -83,7 +83,7 @@ class RankCase:
 
     def _slot_bytes(self, spec: DecoderSpec, num_slots: int) -> int:
         storage = expert_storage(spec, torch.float32, self.expert_quantization)
-        return num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, torch.float32, storage).num_bytes)
+        return num_slots * len(spec.moe_layers) * round_to_page(slot_layouts(spec, torch.float32, storage).num_bytes)
 
 
 def serve(case: RankCase, kv: KvBudget, num_ranks: int, executor: Executor, depth: int | None = None) -> Said:

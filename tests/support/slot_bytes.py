@@ -22,8 +22,8 @@ def slots_on_gpu(model: Path, num_slots: int) -> int:
     import torch
 
     from experts.memory.file import round_to_page
-    from moeserve.engine.experts.gpu_memory import slot_layout
+    from moeserve.engine.experts.gpu_memory import slot_layouts
     from tests.support.checkpoints import spec_of
 
     spec = spec_of(model)
-    return num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, torch.float32).num_bytes)
+    return num_slots * len(spec.moe_layers) * round_to_page(slot_layouts(spec, torch.float32).num_bytes)

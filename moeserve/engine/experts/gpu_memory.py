@@ -37,8 +37,8 @@ from moeserve.engine.experts.resident_model import (
 )
 from moeserve.model.checkpoint import OwnedExperts, read_index
 from moeserve.model.expert_weights import NativeExperts, packed_experts
-from moeserve.model.gpu.kernels import expert_configs, expert_storage, rows_at_once, triton_moe
-from moeserve.model.rounding import Rounding
+from moeserve.model.gpu.kernels import expert_configs, rows_at_once, triton_moe
+from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import DecoderSpec, ModelError, Progress
 from moeserve.settings.quantities import show_size
 
@@ -62,9 +62,9 @@ class GpuResidentExperts(LoadingDispatch):
     ) -> None:
         """experts: computes with the slots that the memory fills for this layer. max_rows: the size of its scratch.
         host: the layer's experts in the host's memory, for it to compute; None if all are copied."""
+        self.experts = experts
         self._memory, self._host = memory, host
         self._layer = layer
-        self._experts = experts
         self._max_rows = max_rows
         self._observers = observers
 
@@ -96,7 +96,7 @@ class GpuResidentExperts(LoadingDispatch):
             self._multiply(x, ids, activation, products, num_rows.keys() - access.elsewhere, len(num_rows))
             if on_host is not None:
                 memory.computed_on_host(on_host.num_rows.values(), on_host.put_into(products))
-            return self._experts.combine(products, weights)
+            return self.experts.combine(products, weights)
 
     def _tell(self, x: Tensor, chosen: Tensor, weights: Tensor, *, some_remote: bool) -> None:
         """Have observers look at the rows that have come, while the missing experts load. chosen: on the host."""
@@ -116,7 +116,7 @@ class GpuResidentExperts(LoadingDispatch):
         num_chosen: int,
     ) -> None:
         """Write the products of `wanted` experts as they arrive in slots. num_chosen: the experts of all rows."""
-        memory, experts = self._memory, self._experts
+        memory, experts = self._memory, self.experts
         size = rows_at_once(len(x), self._max_rows)
         for ready in memory.turns(self._layer, wanted):
             contents = memory.contents(self._layer)
@@ -147,14 +147,15 @@ class GpuExpertSettings:
 
 @dataclass(frozen=True, slots=True)
 class GpuResidencyPlan:
-    """The layout of experts in slots for a model that computes in `dtype`, and the number of slots.
+    """The layouts of experts in slots for a model that computes in `dtype`, and the number of slots.
 
-    held: the experts of each sparse layer that this rank computes.
+    rounding: of the checkpoint's weights. held: the experts of each sparse layer that this rank computes.
     """
 
     spec: DecoderSpec
     dtype: torch.dtype
-    layout: SlotLayout
+    rounding: Rounding
+    layouts: LayerPackings[SlotLayout]
     slots: SlotPlan
     held: Sequence[Sequence[int]]
 
@@ -168,25 +169,35 @@ def plan_gpu_residency(
     num_bytes: int,
     storage: WeightStorage | None = None,
     owned: OwnedExperts | None = None,
+    rounding: Rounding = NO_ROUNDING,
+    shapes: Sequence[ExpertShape] = (),
 ) -> GpuResidencyPlan | None:
     """Plan the slots that `num_bytes` pay for, with weights kept in `storage` (default `dtype`); None if all fit.
 
-    owned: returns the experts of a decoder layer that this rank holds; None on a single rank. Raise ConfigError for a
-    model without experts, and if a layer could not hold the experts of one token.
+    owned: returns the experts of a decoder layer that this rank holds; None on a single rank. rounding: of the
+    checkpoint's weights. shapes: see `slot_layouts`. Raise ConfigError for a model without experts, and if a layer
+    could not hold the experts of one token.
     """
     moe = experts_of(spec)
-    layout = slot_layout(spec, dtype, storage)
+    layouts = slot_layouts(spec, dtype, storage, shapes)
     held = [range(moe.num_experts) if owned is None else owned(layer) for layer in spec.moe_layers]
     counts = [len(experts) for experts in held]
-    slots = plan_slots(num_bytes, layout.num_bytes, counts, moe.gate.top_k, several_ranks=owned is not None)
-    return None if slots is None else GpuResidencyPlan(spec, dtype, layout, slots, held)
+    slots = plan_slots(num_bytes, layouts.num_bytes, counts, moe.gate.top_k, several_ranks=owned is not None)
+    return None if slots is None else GpuResidencyPlan(spec, dtype, rounding, layouts, slots, held)
 
 
-def slot_layout(spec: DecoderSpec, dtype: torch.dtype, storage: WeightStorage | None = None) -> SlotLayout:
-    """Return the layout of a slot for a model that computes in `dtype`, with weights in `storage` (default `dtype`)."""
+def slot_layouts(
+    spec: DecoderSpec, dtype: torch.dtype, storage: WeightStorage | None = None, shapes: Sequence[ExpertShape] = ()
+) -> LayerPackings[SlotLayout]:
+    """Return the layout of a slot of each layer for a model that computes in `dtype`, see `plan_gpu_residency`.
+
+    shapes: of the experts of each layer, where a checkpoint may have quantised ones.
+    """
     assert spec.moe is not None
-    shape = ExpertShape(spec.hidden_size, spec.moe.intermediate_size, dtype, dtype, spec.moe.expert_bias)
-    return SlotLayout(shape, storage or expert_storage(spec, dtype))
+    plain = ExpertShape(spec.hidden_size, spec.moe.intermediate_size, dtype, dtype, spec.moe.expert_bias)
+    shapes = shapes or (plain,) * len(spec.moe_layers)
+    made = {shape: SlotLayout(shape, storage) for shape in set(shapes)}
+    return LayerPackings(tuple(made[shape] for shape in shapes))
 
 
 def open_gpu_experts(
@@ -204,8 +215,8 @@ def open_gpu_experts(
     configs: the configurations of the experts' kernels, see `moeserve.model.gpu.kernels.expert_configs`. observers:
     receive `arrived` for the rows that this rank computes.
     """
-    spec, layout, num_slots = plan.spec, plan.layout, plan.slots.num_slots
-    configs = configs or expert_configs(spec, layout.storage, device)
+    spec, layouts, num_slots = plan.spec, plan.layouts, plan.slots.num_slots
+    configs = configs or expert_configs(spec, layouts.layers[0].storage, device)
     assert configs is not None
     host = _open_host(directory, plan, settings, progress)
     if isinstance(host, str):
@@ -216,11 +227,11 @@ def open_gpu_experts(
         name, tier = _open_tier(directory, plan, settings, host_bytes, device, progress)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
-    slots = DeviceSlots(num_slots, layout.num_bytes, device)
+    slots = DeviceSlots(num_slots, layouts.num_bytes, device)
     moe = triton_moe(configs, device, plan.dtype, max_tokens, max(num_slots))
 
     def layer_of(memory: ExpertMemory, number: int) -> GpuResidentExperts:
-        experts = SlotExperts(layout, slots.of_layer(number), configs.shape.num_experts, moe)
+        experts = SlotExperts(layouts.layers[number], slots.of_layer(number), configs.shape.num_experts, moe)
         own = by_layer[number] if by_layer else None
         return GpuResidentExperts(memory, number, experts, max_tokens, observers, own)
 
@@ -292,9 +303,8 @@ def _open_tier(
     progress: Progress,
 ) -> tuple[str, ExpertTier]:
     """host_bytes: the most host memory to copy from."""
-    spec, layout = plan.spec, plan.layout
-    packings = LayerPackings((layout,) * len(spec.moe_layers))
-    stored = NativeExperts(read_index(directory), spec, plan.dtype)
+    spec, packings = plan.spec, plan.layouts
+    stored = NativeExperts(read_index(directory), spec, plan.dtype, plan.rounding)
     if sum(map(len, plan.held)) * plan.slots.slot_bytes > host_bytes:
         # Imported late: only building the file needs these packages.
         from moeserve.model.expert_store import ExpertFile
@@ -303,7 +313,7 @@ def _open_tier(
         file = ExpertFile(directory, stored, moe.num_experts, packings, settings.store_dir)
         file.ensure(progress)
         return f"disk, {file.path}", DiskTier(file.path, file.source)
-    tier = HostTier(plan.held, layout.num_bytes, device)
+    tier = HostTier(plan.held, packings.num_bytes, device)
     of_layer = dict(zip(spec.moe_layers, plan.held, strict=True))
     packed = packed_experts(stored, packings, progress, of_layer.__getitem__)
     for place, expert in zip(tier.experts, packed, strict=True):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels.gpu.attention_config import SHORT_QUERIES, AttentionShape
 from kernels.gpu.device import Multiprocessor, shared_memory_of
 from kernels.gpu.moe import MoeWorkspace, TritonMoe
 from kernels.gpu.moe_config import MoeConfigs, MoeShape, WeightFormat, WeightStorage, config_for
-from kernels.gpu.moe_weights import FORMAT_OF
+from kernels.gpu.moe_weights import FORMAT_OF, is_kept_packed
+from kernels.gpu.packed_rows import packed_form
+from kernels.packed_experts import ExpertShape
 from moeserve.config import ConfigError
+from moeserve.model.checkpoint import QuantisedBytes, StoredTensor
+from moeserve.model.rounding import Rounding
 from moeserve.model.spec import DecoderSpec, MlaSpec
 
 _QUANTISED: dict[str, WeightFormat] = {"int8": "int8", "fp8": "fp8", "int4": "int4"}
@@ -46,12 +52,17 @@ def rows_at_once(num_rows: int, max_rows: int) -> int:
     return num_rows if num_rows <= max_rows else max(1, max_rows - max_rows % 4)
 
 
-def expert_storage(spec: DecoderSpec, dtype: torch.dtype, quantization: str = "none") -> WeightStorage:
-    """Return the storage of a model's experts: in `dtype`, or as `--expert-quantization` says.
+def expert_storage(
+    spec: DecoderSpec, dtype: torch.dtype, quantization: str = "none", shapes: Sequence[ExpertShape] = ()
+) -> WeightStorage:
+    """Return the storage of a model's experts: in the bits of the checkpoint where `shapes`, of the experts of each
+    layer, say so, else in `dtype`, or as `--expert-quantization` says.
 
     Raise ConfigError for a model that has no experts to quantise or whose sizes no group divides.
     """
     if quantization == "none":
+        if any(map(is_kept_packed, shapes)):
+            return WeightStorage("packed_float32" if dtype == torch.float32 else "packed")
         return WeightStorage(FORMAT_OF[dtype])
     flag = f"--expert-quantization {quantization}"
     if spec.moe is None:
@@ -63,6 +74,16 @@ def expert_storage(spec: DecoderSpec, dtype: torch.dtype, quantization: str = "n
     if group is None:
         raise ConfigError(f"{flag}: groups of {_GROUP_SIZES[-1]} values divide {sizes[0]} and {sizes[1]} not evenly.")
     return WeightStorage("int4", group)
+
+
+def quantised_bytes(rounding: Rounding) -> QuantisedBytes:
+    """Return the function that tells the bytes of a quantised matrix outside experts on a GPU, None for others."""
+
+    def num_bytes(key: str, stored: StoredTensor) -> int | None:
+        form = rounding.stored_format(key, stored) if len(stored.shape) == 2 else None
+        return None if form is None else stored.shape[0] * packed_form(form, stored.shape[1]).row_bytes
+
+    return num_bytes
 
 
 def expert_configs(spec: DecoderSpec, storage: WeightStorage, device: torch.device) -> MoeConfigs | None:

@@ -40,7 +40,7 @@ class GpuSettings:
 
     kv_cache_memory: bytes, None for all memory that is left. kv_dtype: of the KV blocks, None for the model's dtype.
     expert_quantization: see `expert_storage`. states: the demand of recurrent layers on this memory, None without such
-    layers.
+    layers. keeps_stored: products unpack weights in the checkpoint's bits.
     """
 
     block_size: int
@@ -53,6 +53,7 @@ class GpuSettings:
     kv_dtype: torch.dtype | None = None
     expert_quantization: str = "none"
     states: StateDemand | None = None
+    keeps_stored: bool = False
 
 
 def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> tuple[KvBudget, int]:
@@ -104,7 +105,7 @@ def make_runner(
     begin_step = alone if peers is None else peers.begin_alike
     if decoder.device.type == "cuda":
         steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)
-        variants = launch_variants(limits, configs, steps)
+        variants = launch_variants(limits, configs, steps, keeps_stored=settings.keeps_stored)
         launch_all_variants(decoder, pools, batches, variants, settings.block_size, begin_step, told)
     tapped = HeardDecoder(decoder, pools, tap)
     decode = None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.gpu.moe_config import MoeConfigs
 from kernels.gpu.moe_weights import GpuExperts
+from kernels.gpu.packed_linear import FEW_ROWS
 from kernels.sampling import Draw
 from kernels.specs import Activation
 from moeserve.model.decoder import Decoder, KvPools
@@ -36,9 +37,17 @@ def alone(_: StepShape) -> None:
     """Do nothing, as `BeginStep` of a single rank."""
 
 
-def launch_variants(limits: AttentionLimits, configs: MoeConfigs | None, step: StepLimits) -> LaunchVariants:
+def launch_variants(
+    limits: AttentionLimits, configs: MoeConfigs | None, step: StepLimits, *, keeps_stored: bool = False
+) -> LaunchVariants:
+    """keeps_stored: see `GpuSettings`."""
     experts = None if configs is None else configs.variant
-    return LaunchVariants(step, limits.prefill, experts, limits.extends(step.max_seqs), limits.spec.sparse_layers)
+
+    def packed(num_rows: int) -> Hashable:
+        return num_rows <= FEW_ROWS, None if experts is None else experts(num_rows)
+
+    extends, sparse_layers = limits.extends(step.max_seqs), limits.spec.sparse_layers
+    return LaunchVariants(step, limits.prefill, experts, extends, sparse_layers, packed if keeps_stored else None)
 
 
 @torch.inference_mode()
@@ -158,7 +167,8 @@ class LaunchVariants:
 
     prefill: the key for the longest prompt of a step that is not a short append-prefill. experts: the key for the rows
     of a step, None for a model without experts. extends: the limits of short append-prefills, None if there are none.
-    sparse_layers: by layer, True if it has experts.
+    sparse_layers: by layer, True if it has experts. packed: the key for the rows of products with quantised weights,
+    None without any; weights of the last layer and of the output projection may have other formats than the rest.
     """
 
     def __init__(
@@ -168,8 +178,10 @@ class LaunchVariants:
         experts: Choice | None,
         extends: ExtendLimits | None,
         sparse_layers: Sequence[bool],
+        packed: Choice | None = None,
     ) -> None:
         self._limits, self._prefill, self._experts, self._extends = limits, prefill, experts, extends
+        self._packed = packed
         self._all_rows, self._wanted_rows = any(sparse_layers[:-1]), sparse_layers[-1]
 
     def of_step(self, shape: StepShape) -> frozenset[Hashable]:
@@ -185,6 +197,10 @@ class LaunchVariants:
         if self._experts is not None:
             numbers = (shape.num_tokens * self._all_rows, shape.num_logits * self._wanted_rows)
             found |= {("experts", self._experts(rows)) for rows in numbers if rows}
+        if self._packed is not None:
+            found.add(("all rows", self._packed(shape.num_tokens)))
+            if shape.num_logits:
+                found.add(("wanted rows", self._packed(shape.num_logits)))
         return frozenset(found)
 
     def all(self) -> frozenset[Hashable]:
@@ -209,7 +225,7 @@ class LaunchVariants:
         as possible, which are too many for short append-prefills. If only the last layer has experts, all rows need
         logits.
         """
-        limits = self._limits
+        limits, seen = self._limits, set[Hashable]()
         yield StepShape(1, (), 1)
         most = min(limits.max_seqs, limits.max_tokens)
         yield StepShape(0, (1,) * most, most)
@@ -218,3 +234,6 @@ class LaunchVariants:
             lengths = (limits.max_len,) * whole + ((rest,) if rest else ())
             if len(lengths) <= limits.max_seqs:
                 yield StepShape(0, lengths, len(lengths) if self._all_rows else num_tokens)
+                if self._packed is not None and (key := self._packed(num_tokens)) not in seen:
+                    seen.add(key)
+                    yield StepShape(0, lengths, num_tokens)
