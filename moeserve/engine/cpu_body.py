@@ -102,9 +102,11 @@ class CpuBody:
         if pipe is not None:
             measured = pipe.whole_steps(measured)
         # Of all ranks that have parts of a block.
-        whole, count = (plan.spec, 1) if self._partners is None else (part, self._partners.shard.count)
-        kv_bytes = count * kv_pool_bytes(whole.kv_layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype)
-        row_bytes = count * state_row_bytes(whole.state_layers, plan.dtype)
+        parts = [plan.spec] if self._partners is None else self._partners.parts
+        kv_bytes = sum(
+            kv_pool_bytes(spec.kv_layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype) for spec in parts
+        )
+        row_bytes = sum(state_row_bytes(spec.state_layers, plan.dtype) for spec in parts)
         weights_bytes = plan.weights_bytes
         return Prepared(runner, kv, kv_bytes, weights_bytes, _release_nothing, row_bytes, pool, state_pool, measured)
 

@@ -251,7 +251,8 @@ def _plan_shards(
     sizes = shard_bytes(spec, dtype, index, placement, config.tensor_parallel_size, rounding)
     num_here, stored_bytes = config.num_ranks_here, sum(info.num_bytes for info in index.values())
     num_bytes = sum(sizes[:num_here])
-    part = sharded(spec, Shard(0, config.tensor_parallel_size))
+    # All ranks have as many blocks: as many as the one with the most heads has room for.
+    part = sharded(spec, Shard(config.tensor_parallel_size - 1, config.tensor_parallel_size))
     plan = share_memory(part, dtype, num_bytes, config, free_bytes, placement, rounding=rounding, num_ranks=num_here)
     return replace(plan, spec=spec, weights_bytes=sum(sizes), forgets_files=num_bytes + stored_bytes > free_bytes)
 

@@ -37,6 +37,13 @@ class Shard:
         head = self.number * num_kv_heads // self.count
         return range(head, head + 1)
 
+    def heads(self, num_heads: int, num_kv_heads: int) -> range:
+        """Return the shard's query heads."""
+        if num_kv_heads < self.count:
+            return self.of(num_heads)
+        kv_heads, group = self.of(num_kv_heads), num_heads // num_kv_heads
+        return range(kv_heads.start * group, kv_heads.stop * group)
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -64,11 +71,17 @@ Cuts = Mapping[str, Cut | None]
 
 
 def check_shards(spec: DecoderSpec, count: int) -> None:
-    """Raise UnsupportedModel if a model cannot be cut into `count` shards."""
+    """Raise UnsupportedModel if a model cannot be cut into `count` shards: each has some heads and channels."""
     attention, net, moe = spec.attention, spec.delta_net, spec.moe
-    sizes = {"attention heads": attention.num_heads}
-    if isinstance(attention, AttentionSpec) and count % attention.num_kv_heads:
-        sizes["KV heads"] = attention.num_kv_heads
+    sizes, unequal = {"attention heads": attention.num_heads}, False
+    if isinstance(attention, AttentionSpec):
+        shares_heads = attention.num_kv_heads < count and not (
+            count % attention.num_kv_heads or attention.num_heads % count
+        )
+        if not shares_heads:
+            sizes = {"KV heads": attention.num_kv_heads}
+            # Ranks gather the heads, of which each then has as many.
+            unequal = attention.qk_norm == "flat" and attention.num_kv_heads % count > 0
     if net is not None:
         sizes["key heads of recurrent layers"] = net.num_key_heads
     if not all(spec.sparse_layers):
@@ -76,29 +89,31 @@ def check_shards(spec: DecoderSpec, count: int) -> None:
     if moe is not None and moe.shared is not None:
         sizes["channels of shared experts"] = moe.shared.intermediate_size
     for name, size in sizes.items():
-        if size % count:
+        if size < count or (unequal and name == "KV heads"):
             raise UnsupportedModel(
-                f"--tensor-parallel-size {count}: {size} {name} of this {spec.model_type} model cannot be shared "
-                "equally."
+                f"--tensor-parallel-size {count}: {size} {name} of this {spec.model_type} model cannot be shared"
+                f"{' equally' if unequal else ''}."
             )
 
 
 def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
     """Return the decoder that has the heads and channels of a shard alone. Its vocabulary is whole."""
-    count, attention, net, moe = shard.count, spec.attention, spec.delta_net, spec.moe
+    attention, net, moe = spec.attention, spec.delta_net, spec.moe
     cut: AttentionSpec | MlaSpec
     if isinstance(attention, MlaSpec):
-        cut = replace(attention, num_heads=attention.num_heads // count)
+        cut = replace(attention, num_heads=len(shard.of(attention.num_heads)))
     else:
         num_kv_heads = len(shard.kv_heads(attention.num_kv_heads))
-        cut = replace(attention, num_heads=attention.num_heads // count, num_kv_heads=num_kv_heads)
+        num_heads = len(shard.heads(attention.num_heads, attention.num_kv_heads))
+        cut = replace(attention, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if net is not None:
-        heads = net.num_key_heads // count, net.num_value_heads // count
-        net = replace(net, num_key_heads=heads[0], num_value_heads=heads[1])
+        num_keys = len(shard.of(net.num_key_heads))
+        num_values = len(shard.heads(net.num_value_heads, net.num_key_heads))
+        net = replace(net, num_key_heads=num_keys, num_value_heads=num_values)
     if moe is not None and moe.shared is not None:
-        width = moe.shared.intermediate_size // count
+        width = len(shard.of(moe.shared.intermediate_size))
         moe = replace(moe, shared=replace(moe.shared, intermediate_size=width))
-    width = spec.intermediate_size // count
+    width = len(shard.of(spec.intermediate_size))
     return replace(spec, attention=cut, delta_net=net, moe=moe, intermediate_size=width)
 
 
@@ -130,7 +145,7 @@ def _parts(dim: int, unit: int, heads: range, num_heads: int) -> Cut:
 
 def _gqa(attention: AttentionSpec, shard: Shard) -> dict[str, Cut | None]:
     num_heads, num_kv_heads, width = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    heads, kv_heads = shard.of(num_heads), shard.kv_heads(num_kv_heads)
+    heads, kv_heads = shard.heads(num_heads, num_kv_heads), shard.kv_heads(num_kv_heads)
     q = _parts(0, width * (1 + attention.gated), heads, num_heads)
     kv = _parts(0, width, kv_heads, num_kv_heads)
     cuts = {"q": q, "k": kv, "v": kv, "q.bias": q, "k.bias": kv, "v.bias": kv, "sinks": _parts(0, 1, heads, num_heads)}
@@ -145,7 +160,8 @@ def _mla(mla: MlaSpec, shard: Shard) -> dict[str, Cut | None]:
 
 
 def _delta_net(net: DeltaNetSpec, shard: Shard) -> dict[str, Cut | None]:
-    keys, values = shard.of(net.num_key_heads), shard.of(net.num_value_heads)
+    keys = shard.of(net.num_key_heads)
+    values = shard.heads(net.num_value_heads, net.num_key_heads)
     # Queries, keys and values lie one behind the other.
     firsts = (0, net.key_channels, 2 * net.key_channels)
     parts = zip(firsts, (net.key_dim, net.key_dim, net.value_dim), (keys, keys, values), strict=True)

@@ -49,7 +49,7 @@ def spec_of(config: dict[str, object]) -> DecoderSpec:
     return build_spec(load_config(folder))
 
 
-@pytest.mark.parametrize(("config", "count"), [(QWEN3, 2), (NEXT, 2), (NEXT, 4)])
+@pytest.mark.parametrize(("config", "count"), [(QWEN3, 2), (NEXT, 2), (NEXT, 4), (NEXT, 3)])
 def test_the_shards_of_a_matrix_are_all_of_it_and_no_row_or_column_is_in_two(config: dict, count: int) -> None:  # type: ignore[type-arg]
     spec, whole = spec_of(config), dict[tuple[int, str], list[int]]()
     sizes: dict[tuple[int, str], int] = {}
@@ -86,6 +86,14 @@ def test_ranks_share_a_kv_head_where_there_are_fewer_than_ranks() -> None:
     assert sharded(spec, Shard(0, 2)).kv_layers[0].num_heads == 1
 
 
+def test_heads_that_do_not_come_out_even_stay_with_their_kv_heads() -> None:
+    spec = spec_of({**QWEN3, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 97})
+    check_shards(spec, 2)
+    parts = [sharded(spec, Shard(number, 2)) for number in range(2)]
+    assert [(part.kv_layers[0].num_heads, part.attention.num_heads) for part in parts] == [(1, 3), (2, 6)]
+    assert [part.intermediate_size for part in parts] == [48, 49]
+
+
 def test_values_of_recurrent_layers_are_cut_behind_queries_and_keys() -> None:
     cut = layer_cuts(spec_of(NEXT), 0, Shard(1, 2))["conv"]
     # Queries of 4 x 24 channels, as many keys, and 8 x 16 values.
@@ -95,9 +103,9 @@ def test_values_of_recurrent_layers_are_cut_behind_queries_and_keys() -> None:
 @pytest.mark.parametrize(
     ("changes", "count", "named"),
     [
-        ({}, 3, "8 attention heads"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, "6 KV heads"),
-        ({"intermediate_size": 97}, 2, "97 channels of dense blocks"),
+        ({}, 3, "2 KV heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 8, "3 KV heads"),
+        ({"intermediate_size": 3}, 4, "3 channels of dense blocks"),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused_by_name(changes: dict[str, int], count: int, named: str) -> None:

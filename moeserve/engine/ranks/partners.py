@@ -15,7 +15,7 @@ from torch import Tensor
 from experts.placement.placement import Placement
 from kernels.activation import Activation
 from moeserve.model.shards import Shard, sharded
-from moeserve.model.spec import DecoderSpec
+from moeserve.model.spec import DecoderSpec, ModelSpec
 
 if TYPE_CHECKING:
     from experts.parallel.collectives import Collectives  # It imports deepspeed, which a single rank does not need.
@@ -27,13 +27,14 @@ Compute = Callable[[Tensor, Tensor, Tensor, Any, Activation], Tensor]
 class RankPartners:
     """Implements `moeserve.model.norms_over_ranks.Partners` over `size` neighbouring ranks.
 
-    part: the decoder of this rank's shard.
+    parts: the decoders of all shards. part: that of this rank's.
     """
 
     def __init__(self, collectives: Collectives, size: int, spec: DecoderSpec) -> None:
         """spec: of the whole model."""
         self.shard = Shard(collectives.rank % size, size)
-        self.part = sharded(spec, self.shard)
+        self.parts: list[ModelSpec] = [sharded(spec, Shard(number, size)) for number in range(size)]
+        self.part = self.parts[self.shard.number]
         self._collectives, first = collectives, collectives.rank - self.shard.number
         self._ranks = range(first, first + size)
 
