@@ -12,6 +12,7 @@ from experts.memory.file import round_to_page
 from experts.memory.host_share import HostCosts, HostShare
 from kernels.cpu.library import native_kernels_absence
 from moeserve.config import ConfigError
+from moeserve.engine.experts import host_experts
 from moeserve.engine.experts.gpu_memory import slot_layout
 from moeserve.engine.experts.host_experts import HostExperts
 from moeserve.model.families import build_spec, load_config
@@ -111,6 +112,33 @@ def test_a_step_whose_experts_are_partly_copied_and_partly_computed_by_the_host_
         assert experts.memory.host_seconds > 0
     finally:
         experts.memory.close()
+
+
+def test_rows_of_other_ranks_and_more_rows_than_are_computed_at_once_are_summed_as_on_the_device(
+    models: dict[str, Path], device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models["qwen3_moe"]
+    spec = spec_of(folder)
+    assert spec.moe is not None
+    monkeypatch.setattr(host_experts, "_PAIRS_AT_ONCE", 4)
+    torch.manual_seed(0)
+    num_rows, top_k = 9, spec.moe.gate.top_k
+    x = torch.randn((num_rows, spec.hidden_size), device=device)
+    ids = torch.stack([torch.randperm(spec.moe.num_experts)[:top_k] for _ in range(num_rows)])
+    # These experts are on another rank: of one row all are.
+    ids[ids % 3 == 0] = -1
+    ids[4] = -1
+    weights, found = torch.rand(ids.shape, device=device), []
+    for compute in ("copy", "host"):
+        experts = open_experts(folder, spec, device, top_k, 2**30, tmp_path, compute=compute)
+        try:
+            experts.share()
+            layer = experts.layers[spec.moe_layers[0]]
+            found.append(layer.partial(x, ids.to(device), weights, None, spec.moe.activation))
+            assert (experts.memory.stats().counters.num_elsewhere > 0) == (compute == "host")
+        finally:
+            experts.memory.close()
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
 
 
 def test_a_host_that_fails_fails_the_step_and_not_the_next_one(
