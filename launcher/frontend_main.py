@@ -19,7 +19,7 @@ from typing import NoReturn
 from launcher.child import collect_seldom, die_with_parent
 from launcher.logs import configure_logs
 from moeserve.config import ConfigError
-from moeserve.frontend.prepare.messages import bound_pools
+from moeserve.frontend.prepare.text_messages import bound_pools
 from moeserve.frontend.server import serve
 from moeserve.frontend.services import Services
 from moeserve.model.spec import ModelError

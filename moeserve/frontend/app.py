@@ -17,7 +17,7 @@ from starlette.routing import Route as StarletteRoute
 from moeserve.config import ConfigError
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.held import OpenRequests
-from moeserve.frontend.jobs.batches import Batches
+from moeserve.frontend.jobs.batch_runner import Batches
 from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.keys import AuthGate, load_keys, warn_of_readers

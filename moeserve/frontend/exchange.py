@@ -21,7 +21,7 @@ from moeserve.frontend.errors import ApiError, context_length_exceeded, invalid,
 from moeserve.frontend.held import Hold
 from moeserve.frontend.keys import Identity, cache_namespace
 from moeserve.frontend.metrics import Metrics
-from moeserve.frontend.prepare.messages import Kind, Prepared
+from moeserve.frontend.prepare.text_messages import Kind, Prepared
 from moeserve.frontend.relay.answer import Answer
 from moeserve.frontend.relay.request_group import EngineGone, Past, RequestGroup, RequestRejected
 from moeserve.frontend.services import Services, engine_unavailable

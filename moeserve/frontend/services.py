@@ -28,9 +28,9 @@ from moeserve.frontend.live import LiveStats, Process
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.counting import Thoughts
 from moeserve.frontend.parsers.shape import PLAIN, OutputShape, choose_shape, model_type_of
-from moeserve.frontend.prepare.messages import Ask, Kind, NeedsEarlier, Reply, Watch
 from moeserve.frontend.prepare.prepare import Preparer
 from moeserve.frontend.prepare.templates import read_sources
+from moeserve.frontend.prepare.text_messages import Ask, Kind, NeedsEarlier, Reply, Watch
 from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_texts
 from moeserve.frontend.relay.engine_client import EngineClient
 from moeserve.frontend.relay.request_group import (

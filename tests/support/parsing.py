@@ -10,7 +10,7 @@ from typing import Any
 from moeserve.frontend.dialects.internal import ToolCallPart
 from moeserve.frontend.parsers.families import CALLS, REASONING
 from moeserve.frontend.parsers.feed import Parsed
-from moeserve.frontend.parsers.messages import MESSAGES, Start
+from moeserve.frontend.parsers.message_form import MESSAGES, Start
 from moeserve.frontend.parsers.parser import OutputParser
 
 SCHEMAS: dict[str, dict[str, Any] | None] = {

@@ -18,9 +18,9 @@ from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, Genera
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
 from moeserve.frontend.parsers.shape import PLAIN
-from moeserve.frontend.prepare.messages import Ask, Prefix, Prepared, Watch
 from moeserve.frontend.prepare.prepare import READERS, Preparer, make_programs
 from moeserve.frontend.prepare.templates import load_chat_template
+from moeserve.frontend.prepare.text_messages import Ask, Prefix, Prepared, Watch
 from moeserve.frontend.routes.cache import load_public_prefixes
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import CacheWish, SamplingParams

@@ -21,7 +21,7 @@ from moeserve.frontend.parsers.call_grammars import GRAMMARS, call_grammar
 from moeserve.frontend.parsers.elements import MARK
 from moeserve.frontend.parsers.families import CALLS, DEEPSEEK, REASONING
 from moeserve.frontend.parsers.feed import CallIds, Parsed
-from moeserve.frontend.parsers.messages import MESSAGES, Start
+from moeserve.frontend.parsers.message_form import MESSAGES, Start
 from moeserve.frontend.parsers.parser import OutputParser
 from moeserve.frontend.parsers.rules import Rules, arguments_schema
 from moeserve.frontend.parsers.shape import OutputShape

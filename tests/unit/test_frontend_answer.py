@@ -19,7 +19,7 @@ from moeserve.frontend.errors import ApiError, longest_output
 from moeserve.frontend.exchange import build_generates, derive_seed
 from moeserve.frontend.parsers.counting import Thoughts
 from moeserve.frontend.parsers.shape import PLAIN, OutputShape
-from moeserve.frontend.prepare.messages import Prepared
+from moeserve.frontend.prepare.text_messages import Prepared
 from moeserve.frontend.relay.answer import Answer, OutputText
 from moeserve.frontend.text import TextTokenizer, decode_prompt
 from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs

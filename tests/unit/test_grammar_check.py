@@ -9,7 +9,7 @@ from moeserve.frontend.dialects.formats import Constraint, constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.prepare.grammar_check import GrammarCheck
-from moeserve.frontend.prepare.messages import Watch
+from moeserve.frontend.prepare.text_messages import Watch
 from moeserve.grammars.schemas import find_error
 from moeserve.plan import SamplingParams
 from tests.support.tiny_model import EOS, write_model_dir

@@ -16,7 +16,7 @@ import zmq.asyncio
 from moeserve import forever, wire
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.jobs import runner
-from moeserve.frontend.jobs.batches import Batches
+from moeserve.frontend.jobs.batch_runner import Batches
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.jobs.runner import Journal
 from moeserve.frontend.keys import KeyRing

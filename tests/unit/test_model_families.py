@@ -11,7 +11,7 @@ import pytest
 from moeserve.frontend.parsers.elements import MARK
 from moeserve.frontend.parsers.families import calls_of, reasoning_of
 from moeserve.frontend.parsers.feed import Parsed
-from moeserve.frontend.parsers.messages import MESSAGES, Start
+from moeserve.frontend.parsers.message_form import MESSAGES, Start
 from moeserve.frontend.parsers.shape import choose_shape
 from tests.support.model_answers import ANSWERS
 from tests.support.parsing import Call, parse_cut

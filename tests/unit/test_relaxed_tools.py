@@ -13,9 +13,9 @@ from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.parsers.shape import OutputShape
 from moeserve.frontend.prepare import grammar_check
-from moeserve.frontend.prepare.messages import Ask, Kind, Prepared, Watch, pack_reply, unpack_reply
 from moeserve.frontend.prepare.prepare import Preparer, make_programs
 from moeserve.frontend.prepare.templates import load_chat_template
+from moeserve.frontend.prepare.text_messages import Ask, Kind, Prepared, Watch, pack_reply, unpack_reply
 from moeserve.frontend.text import TextTokenizer
 from moeserve.grammars.compiler import compile_grammar
 from moeserve.grammars.schemas import without

@@ -87,7 +87,7 @@ def test_a_preempted_request_with_log_probabilities_of_its_prompt_runs_in_every_
     run.add("a", PROMPT, SamplingParams(max_tokens=20, prompt_logprobs=0))
     for _ in range(4):
         run.step()
-    assert run.scheduler._requests["a"].is_plain
+    assert run.scheduler.requests["a"].is_plain
     run.run_and_check()
     assert len(chunks_of(run, "a")) == 20
 

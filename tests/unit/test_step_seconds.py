@@ -139,7 +139,7 @@ def test_short_requests_pass_a_long_one_whose_chunks_time_cuts_short() -> None:
         clock.step()
     clock.add("short", 100, 1)
     steps = 0
-    while "short" in clock.scheduler._requests:
+    while "short" in clock.scheduler.requests:
         clock.step()
         steps += 1
         assert any(c.request_id == "long" for c in clock.plans[-1].chunks)

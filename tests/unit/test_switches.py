@@ -11,9 +11,9 @@ import pytest
 
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.parsers.shape import PLAIN, OutputShape
-from moeserve.frontend.prepare.messages import Ask, Kind, Prepared, Watch
 from moeserve.frontend.prepare.prepare import Preparer, make_programs
 from moeserve.frontend.prepare.templates import load_chat_template
+from moeserve.frontend.prepare.text_messages import Ask, Kind, Prepared, Watch
 from moeserve.frontend.text import TextTokenizer
 from tests.support.tiny_model import TEMPLATE, write_model_dir
 

@@ -23,8 +23,8 @@ from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.parsers.shape import PLAIN
-from moeserve.frontend.prepare.messages import Ask, Prepared, Reply, Stage, Watch
 from moeserve.frontend.prepare.prepare import NotHere, Preparer
+from moeserve.frontend.prepare.text_messages import Ask, Prepared, Reply, Stage, Watch
 from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_texts
 from moeserve.frontend.text import TextTokenizer
 from moeserve.model.spec import ModelError

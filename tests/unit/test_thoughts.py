@@ -14,7 +14,7 @@ from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, Tho
 from moeserve.frontend.parsers.counting import Thoughts
 from moeserve.frontend.parsers.families import CALLS, REASONING
 from moeserve.frontend.parsers.feed import CallIds
-from moeserve.frontend.parsers.messages import Start
+from moeserve.frontend.parsers.message_form import Start
 from moeserve.frontend.parsers.parser import OutputParser
 from moeserve.frontend.parsers.shape import OutputShape
 from moeserve.frontend.text import TextTokenizer

@@ -31,7 +31,7 @@ from moeserve.frontend.jobs.runner import (
     unpack_failure,
     unpack_record,
 )
-from moeserve.frontend.prepare.messages import Prepared, pack_reply
+from moeserve.frontend.prepare.text_messages import Prepared, pack_reply
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs, responses

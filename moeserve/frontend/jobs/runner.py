@@ -40,7 +40,7 @@ from moeserve.frontend.exchange import (
     token_fields,
 )
 from moeserve.frontend.held import Hold
-from moeserve.frontend.prepare.messages import Prepared, expect, pack_reply, unpack_reply
+from moeserve.frontend.prepare.text_messages import Prepared, expect, pack_reply, unpack_reply
 from moeserve.frontend.relay.answer import Answer
 from moeserve.frontend.relay.request_group import Past
 from moeserve.frontend.services import Services

@@ -18,7 +18,7 @@ from moeserve.frontend.parsers.calls import CallShape, JsonCalls, JsonLayout, Ma
 from moeserve.frontend.parsers.elements import MARK
 from moeserve.frontend.parsers.families import CALLS, DEEPSEEK, KIMI, calls_of
 from moeserve.frontend.parsers.literals import PythonCalls
-from moeserve.frontend.parsers.messages import MESSAGES, Start
+from moeserve.frontend.parsers.message_form import MESSAGES, Start
 from moeserve.frontend.parsers.nested_grammars import ElementValues, GemmaValues
 from moeserve.frontend.parsers.reasoning import Reasoning
 from moeserve.frontend.parsers.rules import ANY_TEXT, Rules, arguments_schema, definitions, escaped, json_value, literal

@@ -8,7 +8,7 @@ from __future__ import annotations
 from moeserve.config import ServeConfig
 from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.parsers.families import calls_of
-from moeserve.frontend.parsers.messages import Start
+from moeserve.frontend.parsers.message_form import Start
 from moeserve.frontend.parsers.reasoning import Reasoning
 from moeserve.frontend.parsers.shape import OutputShape
 from moeserve.frontend.text import TextTokenizer

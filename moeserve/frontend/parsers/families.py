@@ -10,7 +10,7 @@ from functools import cache
 from moeserve.frontend.parsers.calls import CallShape, JsonCalls, JsonLayout, MarkedCalls, MistralCalls
 from moeserve.frontend.parsers.elements import ElementCalls
 from moeserve.frontend.parsers.literals import GemmaCalls, PythonCalls
-from moeserve.frontend.parsers.messages import MESSAGES
+from moeserve.frontend.parsers.message_form import MESSAGES
 from moeserve.frontend.parsers.reasoning import Reasoning
 from moeserve.frontend.parsers.tagged import Layout, TaggedCalls
 

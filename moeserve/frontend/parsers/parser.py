@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from moeserve.frontend.parsers.calls import CallShape
 from moeserve.frontend.parsers.content import read_content
 from moeserve.frontend.parsers.feed import Feed, Parsed, Reading, Sink
-from moeserve.frontend.parsers.messages import Messages, Start, read_messages
+from moeserve.frontend.parsers.message_form import Messages, Start, read_messages
 from moeserve.frontend.parsers.reasoning import Reasoning, read_reasoning
 from moeserve.frontend.parsers.values import Schemas
 

@@ -12,7 +12,7 @@ from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, Too
 from moeserve.frontend.errors import invalid
 from moeserve.frontend.parsers.call_grammars import GRAMMARS, call_grammar
 from moeserve.frontend.parsers.families import calls_of, choose_families, reasoning_of
-from moeserve.frontend.parsers.messages import HARMONY, MESSAGES, Messages, Start, ends_in_thought
+from moeserve.frontend.parsers.message_form import HARMONY, MESSAGES, Messages, Start, ends_in_thought
 from moeserve.frontend.parsers.parser import OutputParser
 from moeserve.frontend.parsers.reasoning import Reasoning
 from moeserve.frontend.text import TextTokenizer

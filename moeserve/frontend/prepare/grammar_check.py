@@ -30,7 +30,7 @@ from moeserve.frontend.dialects.formats import (
 from moeserve.frontend.dialects.internal import InputForm, OutputFormat, Tool
 from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.parsers.rules import arguments_schema, spaced
-from moeserve.frontend.prepare.messages import Relaxed, Stage, Watch
+from moeserve.frontend.prepare.text_messages import Relaxed, Stage, Watch
 from moeserve.grammars.compiler import GrammarError, error_in
 from moeserve.grammars.large_numbers import LargeNumberError
 from moeserve.grammars.schemas import SchemaPath, find_error, without

@@ -34,7 +34,8 @@ from moeserve.frontend.errors import ApiError, check_choices, context_length_exc
 from moeserve.frontend.http import inflate
 from moeserve.frontend.parsers.shape import OutputShape
 from moeserve.frontend.prepare.grammar_check import GrammarCheck
-from moeserve.frontend.prepare.messages import (
+from moeserve.frontend.prepare.templates import ChatTemplate, guard_prompt
+from moeserve.frontend.prepare.text_messages import (
     Ask,
     Body,
     NeedsEarlier,
@@ -46,7 +47,6 @@ from moeserve.frontend.prepare.messages import (
     Watch,
     for_answer,
 )
-from moeserve.frontend.prepare.templates import ChatTemplate, guard_prompt
 from moeserve.frontend.text import NO_IDS, PieceMemory, PromptText, TextTokenizer, decode_prompt, prompt_tail
 from moeserve.plan import CacheWish, SamplingParams
 

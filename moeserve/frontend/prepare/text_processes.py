@@ -21,7 +21,8 @@ import structlog
 
 from moeserve.frontend import limits
 from moeserve.frontend.errors import internal_error
-from moeserve.frontend.prepare.messages import (
+from moeserve.frontend.prepare.prepare import NotHere, Preparer
+from moeserve.frontend.prepare.text_messages import (
     PAGE_BYTES,
     SIZE_BYTES,
     Ask,
@@ -34,7 +35,6 @@ from moeserve.frontend.prepare.messages import (
     refusal,
     unpack_reply,
 )
-from moeserve.frontend.prepare.prepare import NotHere, Preparer
 from moeserve.frontend.prepare.text_program import CPU_SECONDS, CheckLine
 from moeserve.model.spec import ModelError
 

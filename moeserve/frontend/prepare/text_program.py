@@ -30,7 +30,9 @@ from llguidance import LLTokenizer
 
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.parsers.shape import choose_shape, model_type_of
-from moeserve.frontend.prepare.messages import (
+from moeserve.frontend.prepare.prepare import Preparer, make_programs
+from moeserve.frontend.prepare.templates import ChatTemplate, load_chat_template, read_sources
+from moeserve.frontend.prepare.text_messages import (
     PAGE_BYTES,
     SIZE_BYTES,
     Defect,
@@ -43,8 +45,6 @@ from moeserve.frontend.prepare.messages import (
     pack_reply,
     unpack_ask,
 )
-from moeserve.frontend.prepare.prepare import Preparer, make_programs
-from moeserve.frontend.prepare.templates import ChatTemplate, load_chat_template, read_sources
 from moeserve.frontend.text import TextTokenizer
 from moeserve.grammars.compiler import GrammarError
 from moeserve.grammars.tokens import load_tokens

@@ -13,7 +13,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.http import json_bytes, receive_body
-from moeserve.frontend.jobs.batches import KINDS
+from moeserve.frontend.jobs.batch_runner import KINDS
 from moeserve.frontend.keys import caller_of
 from moeserve.frontend.listing import Listed, list_of, read_page
 from moeserve.frontend.routes.files import no_file

@@ -29,7 +29,7 @@ from moeserve.frontend.errors import ApiError, conflict, forbidden, invalid, lon
 from moeserve.frontend.http import json_response
 from moeserve.frontend.key_file import ADMIN
 from moeserve.frontend.keys import Identity, cache_account, cache_namespace
-from moeserve.frontend.prepare.messages import Kind, Prefix, expect
+from moeserve.frontend.prepare.text_messages import Kind, Prefix, expect
 from moeserve.frontend.relay.request_group import EngineGone, RequestRejected
 from moeserve.frontend.services import Services
 from moeserve.plan import FinishReason, SamplingParams, Terms

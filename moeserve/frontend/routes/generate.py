@@ -50,7 +50,7 @@ from moeserve.frontend.http import (
 from moeserve.frontend.jobs.idempotency import KeyedAnswers
 from moeserve.frontend.jobs.jobs import STATUS_WAITS, Jobs, JobView
 from moeserve.frontend.keys import Identity, caller_of
-from moeserve.frontend.prepare.messages import Kind, Prepared, expect
+from moeserve.frontend.prepare.text_messages import Kind, Prepared, expect
 from moeserve.frontend.relay.answer import Answer, asks_for_report
 from moeserve.frontend.services import Lend, Services
 from moeserve.frontend.store.idempotency import Name

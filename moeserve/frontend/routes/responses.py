@@ -23,7 +23,7 @@ from moeserve.frontend.jobs.jobs import Jobs, JobView
 from moeserve.frontend.jobs.recording import PIECE_BYTES
 from moeserve.frontend.keys import caller_of
 from moeserve.frontend.listing import Listed, list_of, read_page
-from moeserve.frontend.prepare.messages import Body, Kind, expect
+from moeserve.frontend.prepare.text_messages import Body, Kind, expect
 from moeserve.frontend.routes.generate import Dialect, GenerateRoute, give_events
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import responses

@@ -33,7 +33,7 @@ from moeserve.frontend.exchange import thought_budgets
 from moeserve.frontend.http import KEEP_ALIVE, EventStream, json_response, receive_body, until_disconnect
 from moeserve.frontend.keys import cache_namespace, caller_of
 from moeserve.frontend.metrics import CONTENT_TYPE, VllmNames
-from moeserve.frontend.prepare.messages import Body, Kind, Prepared, expect
+from moeserve.frontend.prepare.text_messages import Body, Kind, Prepared, expect
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.routes.usage import usage_metrics
 from moeserve.frontend.services import Services, engine_unavailable

@@ -27,7 +27,7 @@ from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.errors import ApiError, internal_error, invalid
 from moeserve.frontend.held import Hold
 from moeserve.frontend.keys import Identity
-from moeserve.frontend.prepare.messages import Ask, Body, Kind, Prepared, expect
+from moeserve.frontend.prepare.text_messages import Ask, Body, Kind, Prepared, expect
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import batches, files, responses
 from moeserve.frontend.store.batches import BatchState, OpenBatch, StoredBatch
