@@ -31,6 +31,7 @@ from launcher.server_client import ServerError, open_url, optional_server_option
 from launcher.settings_options import serve_arguments, set_option
 from moeserve.config import ConfigError, ServeConfig, cache_root, load_config
 from moeserve.listeners import USUAL_URL, why_not_own
+from moeserve.model.demo import demo_named
 from moeserve.settings.quantities import show_size
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
@@ -133,7 +134,10 @@ class Asked:
         elif read.model is None:
             raise ServerError(_NO_SERVER.format(url=USUAL_URL))
         file = () if self.config is None else ("--config", str(self.config))
-        return [*(() if model is None else (model,)), *file, *serve_arguments(self.settings, read)]
+        settings = dict(self.settings)
+        if read.model is not None and demo_named(read.model) is not None and read.max_model_len is None:
+            settings["max_model_len"] = TOKENS_OF_AGENTS  # The demo was trained with fewer, and is stretched to these.
+        return [*(() if model is None else (model,)), *file, *serve_arguments(settings, read)]
 
 
 def _choose(config: ServeConfig, *, asks: bool) -> str:

@@ -185,7 +185,7 @@ def test_no_service_of_the_demo_is_started_for_an_agent_unless_it_is_named(
         assert (result.exit_code, "--serve auto takes one that fits" in result.output) == (1, True)
     assert not started
     assert "would be started" in CliRunner().invoke(launch, ["--serve", "demo", "claude"]).output
-    assert started == [["demo"]]
+    assert started == [["demo", "--max-model-len=32000"]]
 
 
 def test_a_service_gets_settings_as_its_own_flags(said: Path, started: list[list[str]]) -> None:
@@ -193,7 +193,10 @@ def test_a_service_gets_settings_as_its_own_flags(said: Path, started: list[list
     options = [word for text in sets for word in ("--set", text)]
     CliRunner().invoke(launch, ["--serve", "demo", *options, "claude"])
     names = ["--served-model-name=a", "--served-model-name=b"]
-    assert started == [["demo", "--kv-cache-memory=12GiB", *names, "--no-enable-prefix-caching"]]
+    flags = ["--kv-cache-memory=12GiB", *names, "--no-enable-prefix-caching"]
+    assert started == [["demo", *flags, "--max-model-len=32000"]]
+    CliRunner().invoke(launch, ["--serve", "demo", "--set", "max-model-len=9000", "claude"])
+    assert started[1] == ["demo", "--max-model-len=9000"]
 
 
 def test_a_setting_that_is_none_or_wrong_is_refused_before_a_service_starts(
