@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.preflight import check_settings
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.engine.ranks.settings import check_pipeline
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.spec import ModelError
 
@@ -25,7 +25,7 @@ def rank_per_node(config: ServeConfig, folder: Path, num_nodes: int) -> ServeCon
         return config
     shared = replace(config, pipeline_parallel_size=num_nodes)
     try:
-        check_pipeline(shared)
+        check_settings(shared)
         if not is_native(read_model_type(folder), config.model_impl):
             return config
         return shared if build_spec(load_config(folder)).num_layers >= num_nodes else config

@@ -54,6 +54,7 @@ def test_on_one_node_nothing_changes(model: Path) -> None:
         {"threads": 8},
         {"bind_cores": False},
         {"expert_memory": 2**30},
+        {"engine_timeout": 1.0},
         {"kv_transfer_config": "{}"},
         {"speculative_config": "mtp"},
         {"model_impl": "transformers"},
