@@ -13,7 +13,7 @@ from experts.memory.host_share import HostCosts, HostShare
 from kernels.cpu.library import native_kernels_absence
 from moeserve.config import ConfigError
 from moeserve.engine.experts import host_experts
-from moeserve.engine.experts.gpu_memory import slot_layout
+from moeserve.engine.experts.gpu_memory import slot_layouts
 from moeserve.engine.experts.host_experts import HostExperts
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.rounding import Rounding
@@ -173,7 +173,7 @@ def test_a_host_without_the_memory_is_refused_alone_and_told_where_it_may_copy(
     folder = models["qwen3_moe"]
     spec = spec_of(folder)
     assert spec.moe is not None
-    num_bytes = spec.moe.num_experts * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE).num_bytes)
+    num_bytes = spec.moe.num_experts * len(spec.moe_layers) * round_to_page(slot_layouts(spec, DTYPE).num_bytes)
     with pytest.raises(ConfigError, match=r"--expert-compute host: the host needs .* and may take"):
         open_experts(folder, spec, device, 3, 1, tmp_path, compute="host")
     experts = open_experts(folder, spec, device, 3, num_bytes, tmp_path, compute="auto")
@@ -202,6 +202,6 @@ def test_the_host_keeps_a_packed_checkpoint_packed_and_gives_the_tokens_of_a_dev
         assert kept is not None
         packed = kept._experts.packed(0)
         assert packed is not None
-        assert len(packed) * 4 < slot_layout(spec, DTYPE).num_bytes
+        assert len(packed) * 4 < slot_layouts(spec, DTYPE).num_bytes
     finally:
         experts.memory.close()
