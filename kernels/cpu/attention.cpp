@@ -150,6 +150,8 @@ const Seen* find_seen(const Inputs& in, int64_t row, int64_t first_key, int64_t 
 
 // Groups of rows, and a tile of keys and values that are floats.
 struct WideRows {
+  static constexpr bool kTakesTiles = false, kTakesGroups = true;
+
   static void take_tile(const Inputs& in, const TileRows& tile, Workspace& work) {
     transpose_words(tile.keys, tile.count, in.key_dim, 0, (uint32_t*)work.keys.data());
   }
@@ -183,6 +185,10 @@ struct WideRows {
 
 // The same with a tile of pairs of bfloat16.
 struct PairRows {
+  static constexpr bool kTakesTiles = kHasTiles, kTakesGroups = !kHasTiles;
+
+  static bool fills_tiles(const Inputs&, int64_t) { return true; }
+
   static void take_tile(const Inputs& in, const TileRows& tile, Workspace& work) {
     work.pairs.take(tile.keys, tile.values, tile.count, in.key_dim, in.value_dim);
   }
@@ -231,6 +237,21 @@ struct PairRows {
 
 // The same with a tile of integers.
 struct IntegerRows {
+  static constexpr bool kTakesTiles = kHasTiles, kTakesGroups = true;
+
+  // In groups rows have the same bits.
+  static bool fills_tiles(const Inputs& in, int64_t count) {
+    return count >= kTileHeight && in.key_dim % kTileRowBytes == 0;
+  }
+
+  static void score_batch(const Inputs& in, int64_t row, int64_t count, Workspace& work) {
+    score_integers_in_tiles(work.rounded_queries, row, count, in.key_dim, work.integers.keys.data(), work.scores.data());
+  }
+
+  static void add_batch(const Inputs& in, int64_t count, Workspace& work, float* sums) {
+    add_integers_in_tiles(work.scores.data(), work.weight_factors(), count, work.integers.values.data(), in.value_dim, sums);
+  }
+
   static void take_tile(const Inputs& in, const TileRows& tile, Workspace& work) {
     work.integers.take(tile.keys, tile.values, tile.count, in.key_dim, in.value_dim);
   }
@@ -295,16 +316,19 @@ void for_groups(int64_t first_row, int64_t num_rows, Use use) {
 template <typename Form>
 void attend_tile(const Inputs& in, int64_t first_row, int64_t num_rows, int64_t first_key, const TileRows& tile,
                  Workspace& work, State state) {
-  constexpr bool in_tiles = kHasTiles && std::is_same_v<Form, PairRows>;
   work.fetch_ahead(in);
   Form::take_tile(in, tile, work);
   work.fetch_ahead(in);
   for (int64_t row = first_row; row < num_rows; row += kBatchRows) {
     const int64_t count = std::min<int64_t>(kBatchRows, num_rows - row);
-    if constexpr (in_tiles) {
-      Form::score_batch(in, row, count, work);
-    } else {
-      for_groups(row, count, [&](auto rows, const Group& group) { Form::template score<rows()>(in, group, work); });
+    bool in_tiles = false;
+    if constexpr (Form::kTakesTiles) in_tiles = Form::fills_tiles(in, count);
+    if constexpr (Form::kTakesTiles) {
+      if (in_tiles) Form::score_batch(in, row, count, work);
+    }
+    if constexpr (Form::kTakesGroups) {
+      if (!in_tiles)
+        for_groups(row, count, [&](auto rows, const Group& group) { Form::template score<rows()>(in, group, work); });
     }
     work.fetch_ahead(in);
     for_groups(row, count, [&](auto rows, const Group& group) {
@@ -313,12 +337,14 @@ void attend_tile(const Inputs& in, int64_t first_row, int64_t num_rows, int64_t 
     });
     for_groups(row, count, [&](auto rows, const Group& group) { Form::template weigh<rows()>(in, group, work, state); });
     work.fetch_ahead(in);
-    if constexpr (in_tiles) {
-      Form::add_batch(in, count, work, state.sums + row * in.value_dim);
-    } else {
-      for_groups(row, count, [&](auto rows, const Group& group) {
-        Form::template add<rows()>(in, group, tile, work, state.sums + group.row * in.value_dim);
-      });
+    if constexpr (Form::kTakesTiles) {
+      if (in_tiles) Form::add_batch(in, count, work, state.sums + row * in.value_dim);
+    }
+    if constexpr (Form::kTakesGroups) {
+      if (!in_tiles)
+        for_groups(row, count, [&](auto rows, const Group& group) {
+          Form::template add<rows()>(in, group, tile, work, state.sums + group.row * in.value_dim);
+        });
     }
   }
 }

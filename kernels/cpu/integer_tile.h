@@ -10,6 +10,7 @@
 #include "attention_tile.h"
 #include "dot.h"
 #include "kv_rows.h"
+#include "tiles.h"
 
 namespace moeserve {
 
@@ -74,12 +75,12 @@ static inline Ints to_nearest(Floats x) {
 
 // Rounded queries: number i of a row is about factor * (256 * high[i] + low[i]).
 struct RoundedQueries {
-  std::vector<int8_t> high, low;
+  Lines<int8_t> high, low;
   std::vector<float> factors;
   std::vector<int32_t> high_shifts, low_shifts;  // -128 times the sum of a row's codes: keys are stored plus 128.
 
   void reserve(int64_t rows, int64_t dim) {
-    high.resize(rows * dim), low.resize(rows * dim);
+    high.reserve(rows * dim), low.reserve(rows * dim);
     factors.resize(rows), high_shifts.resize(rows), low_shifts.resize(rows);
   }
 
@@ -249,7 +250,7 @@ static inline void weigh_integers(const IntegerTile& tile, float* scores, float*
 }
 
 // Rounded weights of one row in a tile: weight k is about factor * (128 * high[k] + low[k]) of the running softmax.
-struct RoundedWeights {
+struct alignas(64) RoundedWeights {
   int8_t high[kTileKeys], low[kTileKeys];
 };
 
@@ -293,5 +294,90 @@ void add_integers(const RoundedWeights* weights, const WeightFactors& of_rows, c
     }
   }
 }
+
+#if defined(MOESERVE_HAS_TILES)
+// The products of 16 rows in tiles with 16 columns, by the upper and by the lower codes of the rows.
+struct alignas(64) TiledIntegers {
+  Ints high[kTileHeight], low[kTileHeight];
+};
+
+// Shapes for up to 16 rows of 64 codes: tiles 0 to 3 have products, 4 and 5 rows, 6 and 7 columns.
+static inline void shape_integer_tiles(int num_rows) {
+  TileShapes shapes;
+  for (int tile = 0; tile < 6; ++tile) shapes.set(tile, num_rows, kTileRowBytes);
+  for (int tile = 6; tile < 8; ++tile) shapes.set(tile, kTileHeight, kTileRowBytes);
+  shape_tiles(shapes);
+}
+
+// score_integers for any number of rows, 64 keys and whole tiles of channels. The sums are exact: the bits are the same.
+static inline void score_integers_in_tiles(const RoundedQueries& queries, int64_t row, int64_t num_rows, int64_t dim,
+                                           const uint32_t* keys, float* scores) {
+  for (int64_t first = 0; first < num_rows; first += kTileHeight) {
+    const int rows = int(std::min<int64_t>(kTileHeight, num_rows - first));
+    const int64_t at = row + first;
+    TiledIntegers products[kVectors];
+    shape_integer_tiles(rows);
+    const auto multiply = [&](auto tile, int v) __attribute__((always_inline)) {
+      constexpr int high = tile(), low = high + 1;
+      zero_tile<high>(), zero_tile<low>();
+      for (int64_t d = 0; d < dim; d += kTileRowBytes) {
+        load_tile<6>(keys + d / 4 * kTileKeys + v * kLanes, kTileKeys * sizeof(uint32_t));
+        load_tile<4>(queries.high.data() + at * dim + d, dim);
+        add_unsigned_products<high, 4, 6>();
+        load_tile<5>(queries.low.data() + at * dim + d, dim);
+        add_unsigned_products<low, 5, 6>();
+      }
+    };
+    // Each pair is stored behind the products of the next one: the tile unit would wait for stores in a row.
+    const auto keep = [&](auto tile, int v) __attribute__((always_inline)) {
+      store_tile<tile()>(products[v].high, kTileRowBytes);
+      store_tile<tile() + 1>(products[v].low, kTileRowBytes);
+    };
+    const std::integral_constant<int, 0> even;
+    const std::integral_constant<int, 2> odd;
+    multiply(even, 0), multiply(odd, 1), keep(even, 0);
+    multiply(even, 2), keep(odd, 1);
+    multiply(odd, 3), keep(even, 2), keep(odd, 3);
+    for (int r = 0; r < rows; ++r)
+      for (int v = 0; v < kVectors; ++v)
+        store(scores + (first + r) * kTileKeys + v * kLanes,
+              __builtin_convertvector(products[v].high[r] + splat(queries.high_shifts[at + r]), Floats) * 256.0f +
+                  __builtin_convertvector(products[v].low[r] + splat(queries.low_shifts[at + r]), Floats));
+  }
+  release_tiles();
+}
+
+// add_integers for any number of rows and all channels. scores: weights as weigh_integers leaves them.
+static inline void add_integers_in_tiles(const float* scores, const WeightFactors& of_rows, int64_t num_rows,
+                                         const uint32_t* values, int64_t value_dim, float* sums) {
+  for (int64_t first = 0; first < num_rows; first += kTileHeight) {
+    const int rows = int(std::min<int64_t>(kTileHeight, num_rows - first));
+    RoundedWeights weights[kTileHeight];
+    for (int r = 0; r < rows; ++r)
+      round_weights(scores + (first + r) * kTileKeys, of_rows.units[first + r], weights[r]);
+    shape_integer_tiles(rows);
+    load_tile<4>(weights->high, sizeof(RoundedWeights));
+    load_tile<5>(weights->low, sizeof(RoundedWeights));
+    for (int64_t d = 0; d < value_dim; d += kLanes) {
+      TiledIntegers products;
+      zero_tile<0>(), zero_tile<1>();
+      load_tile<6>(values + d, value_dim * sizeof(uint32_t));
+      add_signed_products<0, 4, 6>(), add_signed_products<1, 5, 6>();
+      store_tile<0>(products.high, kTileRowBytes);
+      store_tile<1>(products.low, kTileRowBytes);
+      for (int r = 0; r < rows; ++r) {
+        if (of_rows.tops[first + r] == kNothing) continue;
+        float* to = sums + (first + r) * value_dim + d;
+        const Floats whole = __builtin_convertvector((products.high[r] << 7) + products.low[r], Floats);
+        store(to, fma(whole, splat(of_rows.factors[first + r]), load(to) * of_rows.shares[first + r]));
+      }
+    }
+  }
+  release_tiles();
+}
+#else
+static inline void score_integers_in_tiles(const RoundedQueries&, int64_t, int64_t, int64_t, const uint32_t*, float*) {}
+static inline void add_integers_in_tiles(const float*, const WeightFactors&, int64_t, const uint32_t*, int64_t, float*) {}
+#endif
 
 }  // namespace moeserve
