@@ -23,6 +23,7 @@ from moeserve.model.families import build_spec, load_config
 from tests.cpu.test_doctor import MACHINE, QWEN3, folder_of
 from tests.support.gguf_export import write_gguf
 from tests.support.published_models import PUBLISHED, Published
+from tests.support.recorded_gpus import GPUS
 from tests.support.tiny_models import build
 
 GIB = 2**30
@@ -191,3 +192,20 @@ def test_who_names_no_model_learns_what_to_look_for(machine: Machine) -> None:
     said = CliRunner().invoke(main, ["doctor"]).stdout
     assert "Models of up to 19.5 GiB fit whole" in said
     assert "moeserve doctor owner/name says which to take" in said
+
+
+def test_files_are_planned_for_a_gpu_too_and_the_largest_that_fits_it_is_taken(
+    hub: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = next(gpu for gpu in GPUS if "RTX4090" in gpu.name)
+    monkeypatch.setattr(
+        moeserve.machine, "read_machine", lambda _: replace(machine, free_bytes=200 * GIB, gpus=(card,))
+    )
+    said = json.loads(ask("owner/qwen3-GGUF", "--json"))
+    found = {choice["kind"]: choice for choice in said["files"]}
+    assert found["Q4_K_M"]["gpu_tokens"] >= 32768
+    # It fits the machine's memory, not the card's.
+    assert (found["Q8_0"]["obstacle"], found["Q8_0"]["gpu_tokens"]) == (None, None)
+    most = max((one for one in said["files"] if one["gpu_tokens"] is not None), key=lambda one: one["num_bytes"])
+    assert said["take"] == [most["name"]]
+    assert "; on the GPU it fits, " in ask("owner/qwen3-GGUF")
