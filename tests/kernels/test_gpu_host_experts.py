@@ -11,10 +11,11 @@ import torch
 from experts.memory.file import round_to_page
 from experts.memory.host_share import HostCosts, HostShare
 from kernels.cpu.library import native_kernels_absence
-from moeserve.config import ConfigError
+from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.experts import host_experts
 from moeserve.engine.experts.gpu_memory import slot_layouts
 from moeserve.engine.experts.host_experts import HostExperts
+from moeserve.engine.gpu_body import gpu_expert_settings
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.rounding import Rounding
 from moeserve.model.spec import DecoderSpec
@@ -193,7 +194,13 @@ def test_the_host_keeps_a_packed_checkpoint_packed_and_gives_the_tokens_of_a_dev
     spec = spec_of(tmp_path)
     assert spec.moe is not None
     expected = generate(tmp_path, spec, device, None)
-    host, num_slots = Rounding(keeps_stored=True, arithmetic="exact"), spec.moe.gate.top_k
+    config = ServeConfig(device="cuda", dtype="float32", expert_memory=1)
+    settings = gpu_expert_settings(tmp_path, spec, config)
+    assert settings is not None
+    host, num_slots = settings.host(), spec.moe.gate.top_k
+    assert isinstance(host, Rounding)
+    assert host.keeps_stored
+    assert not host.rounds_rows, "the device does not round rows to 8 bits"
     experts = open_experts(tmp_path, spec, device, num_slots, 2**30, tmp_path / "store", compute="host", host=host)
     try:
         experts.share()
