@@ -19,8 +19,8 @@ WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4", 
 WEIGHT_BITS: dict[WeightFormat, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "fp8": 8, "int4": 4}
 WEIGHT_BITS |= {"packed": 16, "packed_float32": 32}
 PACKED: tuple[WeightFormat, ...] = ("packed", "packed_float32")
-# The weights of a row that are unpacked at a time.
-_UNPACKED = 64
+# The weights of a row that are unpacked at a time, and the most whose low bits are loaded together.
+_UNPACKED, MAX_CHUNK = 64, 128
 # Up to this many pairs are sorted in one launch, in which every program counts all pairs itself.
 MAX_PAIRS_AT_ONCE = 4096
 
@@ -209,7 +209,10 @@ def shared_bytes(tile: Tile, block_m: int, projection: Projection, weights: Weig
     stored = matrices * tile.block_n * tile.block_k
     widened = 0 if WEIGHT_BITS[weights] >= 16 else stored * wide
     if weights in PACKED:
-        widened = matrices * tile.block_n * _UNPACKED * wide
+        # A chunk of activations, and bytes of codes: the low bits once, the others for each of two parts.
+        columns, widened = matrices * tile.block_n, matrices * tile.block_n * _UNPACKED * wide
+        chunk = block_m * MAX_CHUNK * wide + columns * 3 * _UNPACKED
+        return stages * max(chunk, (block_m * tile.block_k + columns * tile.block_k) * wide) + widened
     return stages * (block_m * tile.block_k * wide + stored * WEIGHT_BITS[weights] // 8) + widened
 
 

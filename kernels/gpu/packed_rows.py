@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.moe_config import MAX_CHUNK
 from kernels.weight_codes import CODINGS, TABLES, CodedBlocks, Coding, coded
 from kernels.weight_formats import QuantizedRows, WeightFormat
 
@@ -65,7 +66,8 @@ class PackedForm:
     @cached_property
     def width(self) -> int:
         """The weights of a part."""
-        return next(width for width in _WIDTHS if self.depth % (width * self.parts) == 0)
+        chunks = ((width, width * self.parts) for width in _WIDTHS)
+        return next(width for width, chunk in chunks if chunk <= MAX_CHUNK and self.depth % chunk == 0)
 
     @property
     def chunks(self) -> int:
