@@ -154,7 +154,7 @@ def test_random_batches_between_kills_have_the_answers_of_one_rank(
     with service(model, tmp_path_factory.mktemp("one"), *PATIENT) as one:
         expected = [ask(one, body)[0] for body in bodies()]
     settings = ("--speculative-config", "suffix", "--kv-cache-memory", "100KiB", "--max-model-len", "160")
-    disk = ("--kv-disk-path", str(tmp_path_factory.mktemp("kv")), "--max-num-seqs", "4")
+    disk = ("--kv-disk-path", str(tmp_path_factory.mktemp("kv")), "--max-num-seqs", "4", "--max-restarts", "1000")
     killing = set(random.sample(range(num_batches), num_kills))
     with service(model, tmp_path_factory.mktemp("two"), *TWO, *settings, *disk) as two, ThreadPoolExecutor(6) as pool:
         for batch in range(num_batches):

@@ -38,8 +38,7 @@ def plan_placement(directory: Path, spec: ModelSpec, config: ServeConfig) -> Pla
             config.placement,
             (len(spec.moe_layers), spec.moe.num_experts, num_ranks),
             num_redundant=config.num_redundant_experts,
-            # Ranks of a stage are on one node.
-            num_nodes=config.nnodes if config.pipeline_parallel_size == 1 else 1,
+            num_nodes=config.nnodes,
             num_groups=spec.moe.gate.num_groups,
             statistics=read_statistics(directory, config),
         )
