@@ -11,9 +11,10 @@ from torch import Tensor
 from experts.observer import AnyObserver
 from kernels.activation import Activation
 from kernels.cpu.experts import NativeExperts
+from kernels.cpu.layers import MoeParts
 from kernels.linear import Linear
-from kernels.moe_gate import NativeChoice, native_choice
-from kernels.ops import Experts, GatedBlock, Ops
+from kernels.moe_gate import native_choice
+from kernels.ops import Experts, GatedBlock, MoeNorms, NormWeights, OneExpert, Ops
 from kernels.specs import GateSpec
 
 # How tokens reach their experts: (x [T, H], ids [T, k], weights [T, k], experts, activation) -> [T, H], a new tensor
@@ -110,9 +111,10 @@ class MoeLayer:
     """Applies the chosen experts to every token and adds the shared expert, if there is one.
 
     gate: the projection to E logits, for inputs of `gate_dtype`, fp32 if the model asks for that. correction_bias:
-    [E] fp32, for the choice only. shared_gate: projection [1, H] whose sigmoid scales the shared expert. dispatch: None
-    if all experts are local; a rank that holds only some passes a dispatch that reaches all. place: the layer's number
-    among the layers with experts, for observers.
+    [E] fp32, for the choice only. expert_scales: [E] fp32, a factor on the weight of each expert. norms: see
+    `MoeNorms`, None if gate, experts and shared expert all take the block's input. shared_gate: projection [1, H] whose
+    sigmoid scales the shared expert. dispatch: None if all experts are local; a rank that holds only some passes a
+    dispatch that reaches all. place: the layer's number among the layers with experts, for observers.
     """
 
     def __init__(
@@ -125,6 +127,8 @@ class MoeLayer:
         *,
         gate_dtype: torch.dtype,
         correction_bias: Tensor | None = None,
+        expert_scales: Tensor | None = None,
+        norms: MoeNorms | None = None,
         shared: GatedBlock | None = None,
         shared_gate: Linear | None = None,
         dispatch: Dispatch | None = None,
@@ -135,11 +139,11 @@ class MoeLayer:
             raise ValueError(f"{len(experts)} of {gate.out_features} experts are here and nothing reaches the others")
         self._ops = ops
         self._gate, self._gate_spec, self._gate_dtype = gate, gate_spec, gate_dtype
-        self._correction_bias = correction_bias
-        self._choose = native_choice(gate, gate_spec, correction_bias)
+        self._correction_bias, self._expert_scales, self._norms = correction_bias, expert_scales, norms
+        self._choose = native_choice(gate, gate_spec, correction_bias, expert_scales)
         self._shared, self._shared_gate = shared, shared_gate
         self._serves_others = dispatch is not None
-        self._is_plain = dispatch is None and shared is None and gate_dtype is torch.float32
+        self._is_plain = dispatch is None and shared_gate is None and gate_dtype is torch.float32
         self._activation = activation
         self._routed = RoutedExperts(experts, activation, dispatch or ops.compute_experts, place, observers)
 
@@ -155,33 +159,53 @@ class MoeLayer:
 
     def __call__(self, x: Tensor, num_valid: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H], a new tensor. T is at least 1. Rows from `num_valid` (int32 scalar on the device) on are
-        padding, which no expert computes. residual: [T, H], the stream before the norm, for observers."""
-        x_of_gate = x if x.dtype is self._gate_dtype else x.to(self._gate_dtype)
-        if self._choose is not None:
-            ids, weights = self._choose(x_of_gate)
-        else:
-            logits = self._gate(x_of_gate)
-            ids, weights = self._ops.select_experts(logits, self._gate_spec, self._correction_bias, num_valid)
+        padding, which no expert computes. residual: [T, H], the stream before the norm, for observers and for norms of
+        the block's own."""
+        ops, norms, x_of_gate, x_of_experts = self._ops, self._norms, x, x
+        if norms is not None:
+            assert residual is not None
+            x_of_gate, x_of_experts = ops.norm(residual, norms.gate), ops.norm(residual, norms.experts)
+        ids, weights = self._choice(x_of_gate, num_valid)
         shared = self._shared
         if shared is None:
-            out = self._routed(x, ids, weights)
+            out = self._routed(x_of_experts, ids, weights)
             self._routed.attended(residual, None)
-            return out
-        out, of_shared = self._routed.beside(x, ids, weights, lambda: self._of_shared(shared, x, residual))
-        return out.add_(of_shared)
+            return out if norms is None else ops.norm(out, norms.after_experts)
+        out, of_shared = self._routed.beside(x_of_experts, ids, weights, lambda: self._of_shared(shared, x, residual))
+        if norms is None:
+            return out.add_(of_shared)
+        return ops.norm(out, norms.after_experts).add_(ops.norm(of_shared, norms.after_shared))
 
-    def native(self) -> tuple[NativeChoice, NativeExperts, Activation] | None:
-        """Return what chooses and computes experts, if the compiled kernels do both and nothing else is computed."""
-        choose, experts = self._choose, self.experts
+    def _choice(self, x: Tensor, num_valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts of rows, the gate's own input, and their weights."""
+        x = x if x.dtype is self._gate_dtype else x.to(self._gate_dtype)
+        if self._choose is not None:
+            return self._choose(x)
+        ids, weights = self._ops.select_experts(self._gate(x), self._gate_spec, self._correction_bias, num_valid)
+        return ids, weights if self._expert_scales is None else weights * self._expert_scales[ids]
+
+    def native(self) -> MoeParts | None:
+        """Return the parts of the block if the compiled kernels compute all of them."""
+        choose, experts, shared = self._choose, self.experts, self._shared
         if choose is None or not self._is_plain or not isinstance(experts, NativeExperts):
             return None
-        return choose, experts, self._activation
+        if shared is None:
+            return MoeParts(choose, experts, self._activation, norms=self._norms)
+        if not isinstance(shared, OneExpert) or not isinstance(shared.expert, NativeExperts):
+            return None
+        return MoeParts(choose, experts, self._activation, (shared.expert, shared.activation), self._norms)
+
+    @property
+    def gate_norm(self) -> NormWeights | None:
+        """The gate's own norm of the stream, None if it takes the block's input."""
+        return None if self._norms is None else self._norms.gate
 
     def _of_shared(self, shared: GatedBlock, x: Tensor, residual: Tensor | None) -> Tensor:
         out = shared(x)
         if self._shared_gate is not None:
             out.mul_(self._ops.sigmoid(self._shared_gate(x)))
-        self._routed.attended(residual, out)
+        # Behind a norm of its own, it is not what the stream gets.
+        self._routed.attended(residual, out if self._norms is None else None)
         return out
 
     def serve_others(self, no_rows: Tensor) -> None:

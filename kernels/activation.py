@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cpu.library import native_kernels
 from kernels.specs import Activation as Activation
 
 
@@ -40,6 +41,16 @@ def activate(merged: Tensor, activation: Activation) -> Tensor:
         # gate * sigmoid(alpha * gate) is silu(alpha * gate) / alpha.
         return F.silu(gate.mul_(activation.alpha)).mul_(up.add_(1.0)).div_(activation.alpha)
     raise ValueError(f"unknown activation {kind!r}")
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Replace the numbers of x by cap * tanh(x / cap), in place, and return it. Bits do not depend on places."""
+    kernels = native_kernels()
+    if kernels is None or x.device.type != "cpu" or x.dtype is not torch.float32 or not x.is_contiguous():
+        # Through fp64, as `sigmoid`.
+        return x.copy_(x.double().div_(cap).tanh_().mul_(cap))
+    kernels.softcap(x.data_ptr(), x.numel(), cap)
+    return x
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -30,13 +30,15 @@ def select_experts(logits: Tensor, spec: GateSpec, correction_bias: Tensor | Non
     return _select(logits.float(), spec, correction_bias, torch.topk)
 
 
-def native_choice(gate: Linear, spec: GateSpec, correction_bias: Tensor | None) -> NativeChoice | None:
+def native_choice(
+    gate: Linear, spec: GateSpec, correction_bias: Tensor | None, expert_scales: Tensor | None = None
+) -> NativeChoice | None:
     """Return a gate's product and its choice as one call; None where the compiled kernels do not compute both."""
     if not isinstance(gate, PanelLinear) or gate.order is not None or len(gate.matrices) != 1:
         return None
     if spec.num_groups > 1 or spec.score not in ("softmax", "sigmoid") or spec.top_k > _MOST_CHOSEN:
         return None
-    return NativeChoice(gate, spec, correction_bias)
+    return NativeChoice(gate, spec, correction_bias, expert_scales)
 
 
 class _Gate(Structure):
@@ -50,17 +52,25 @@ class _Gate(Structure):
         ("renormalises", c_int64),
         ("least_total", c_double),
         ("scale", c_double),
+        ("scales", c_void_p),
     ]
 
 
 class NativeChoice:
     """Chooses experts for rows x [T, H] float32 with the bits of `select_experts` on the gate's logits.
 
-    address: of its `Gate` of gate.cpp.
+    expert_scales: [E] fp32, a factor on the weight of each expert. address: of its `Gate` of gate.cpp.
     """
 
-    def __init__(self, gate: PanelLinear, spec: GateSpec, correction_bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        gate: PanelLinear,
+        spec: GateSpec,
+        correction_bias: Tensor | None,
+        expert_scales: Tensor | None = None,
+    ) -> None:
         self._gate, self._correction_bias, self.top_k = gate, correction_bias, spec.top_k
+        self._expert_scales = expert_scales
         of_chosen = softmax_of_chosen(spec, correction_bias is not None)
         self._record = _Gate(
             gate.address,
@@ -70,6 +80,7 @@ class NativeChoice:
             spec.renormalise,
             spec.norm_min,
             spec.scale,
+            None if expert_scales is None else expert_scales.data_ptr(),
         )
         self.address = addressof(self._record)
 

@@ -26,8 +26,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm_reference(x, weight, eps)
 
 
-def rms_norm_of_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0) -> Tensor:
-    """Add x [T, D] times `multiplier` to `residual` in place and return the norm of the sum. x is overwritten."""
+def rms_norm_of_sum(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
+) -> Tensor:
+    """Add x [T, D] times `multiplier` to `residual`, multiply that by `scale`, both in place, and return its norm.
+
+    x is overwritten.
+    """
     kernels = native_kernels()
     if (
         kernels is None
@@ -37,11 +42,14 @@ def rms_norm_of_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float, mul
     ):
         if multiplier != 1.0:
             x.mul_(multiplier)
-        return rms_norm(residual.add_(x), weight, eps)
+        residual.add_(x)
+        if scale != 1.0:
+            residual.mul_(scale)
+        return rms_norm(residual, weight, eps)
     out = torch.empty_like(x)
     num_rows, width = x.shape
     kernels.norm_of_sum(
-        x.data_ptr(), residual.data_ptr(), num_rows, width, multiplier, weight.data_ptr(), eps, out.data_ptr()
+        x.data_ptr(), residual.data_ptr(), num_rows, width, multiplier, scale, weight.data_ptr(), eps, out.data_ptr()
     )
     return out
 
@@ -78,6 +86,36 @@ def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) ->
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
     normed = rms_norm_reference(x, weight, eps).flatten(1)
     return (normed * (wide * sigmoid(wide))).to(x.dtype)
+
+
+def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
+    """Return x times SiLU of gate, both [T, C], behind an RMS norm of each of equally wide groups, times weight [C]."""
+    kernels = native_kernels()
+    is_float = x.dtype == gate.dtype == weight.dtype == torch.float32
+    if kernels is None or x.device.type != "cpu" or not is_float or not x.is_contiguous() or gate.stride(1) != 1:
+        return norm_of_gated_reference(x, gate, weight, eps, num_groups)
+    out = torch.empty_like(x)
+    kernels.norm_of_gated(
+        x.data_ptr(),
+        gate.data_ptr(),
+        gate.stride(0),
+        x.shape[0],
+        num_groups,
+        x.shape[1] // num_groups,
+        weight.data_ptr(),
+        eps,
+        out.data_ptr(),
+    )
+    return out
+
+
+def norm_of_gated_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
+    """Compute `norm_of_gated` in plain torch."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    opened = gate.to(wide) * sigmoid(gate.to(wide))
+    groups = (x.to(wide) * opened).unflatten(1, (num_groups, -1))
+    normed = functional.rms_norm(groups, (groups.shape[-1],), None, eps).flatten(1)
+    return (weight.to(wide) * normed).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

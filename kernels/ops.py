@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels.activation import Activation, sigmoid
+from kernels.activation import Activation, sigmoid, softcap
 from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan
 from kernels.cpu.packing import WeightMemory, results_in_order
@@ -22,7 +22,7 @@ from kernels.linear import Linear, pack_linear
 from kernels.mamba import MambaHeads, mamba1_scan, mamba2_scan
 from kernels.moe import expert_layout, moe_experts
 from kernels.moe_gate import select_experts
-from kernels.norm import gated_norm, layer_norm, rms_norm, rms_norm_of_sum
+from kernels.norm import gated_norm, layer_norm, norm_of_gated, rms_norm, rms_norm_of_sum
 from kernels.packed_experts import ExpertMatrices, ExpertShape, PackedExperts
 from kernels.rope_kv import apply_rotary, rotate_and_store, write_kv
 from kernels.sampling import Draw, sample
@@ -50,6 +50,19 @@ class NormWeights:
     weight: Tensor
     bias: Tensor | None
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoeNorms:
+    """Norms of a block in which gate, experts and shared expert have their own.
+
+    gate, experts: of the residual stream, for the input of each. after_experts, after_shared: of the result of each.
+    """
+
+    gate: NormWeights
+    experts: NormWeights
+    after_experts: NormWeights
+    after_shared: NormWeights
 
 
 @dataclass(slots=True)
@@ -98,8 +111,13 @@ class Ops(Protocol):
     def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:
         """x [T, D] -> [T, D], a new tensor, or `out`, which may be x."""
 
-    def norm_of_sum(self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float) -> Tensor:
-        """Add x times `multiplier` to `residual` in place and return the norm of the sum. x is overwritten."""
+    def norm_of_sum(
+        self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float, scale: float = 1.0
+    ) -> Tensor:
+        """Add x times `multiplier` to `residual`, multiply that by `scale`, both in place, and return its norm.
+
+        x is overwritten.
+        """
 
     def rotate_and_store(
         self,
@@ -109,14 +127,14 @@ class Ops(Protocol):
         values: Tensor,
         *,
         interleaved: bool,
-        head_norms: tuple[Tensor, Tensor] | None,
+        head_norms: tuple[Tensor, ...] | None,
         eps: float,
         clip: float | None,
     ) -> Tensor:
         """Write keys and values of qkv [T, H + 2 KV, D] into pools [KV, num_slots, D]; return its queries [T, H, D].
 
-        In this order: clip to [-clip, clip], norm of each query and key by `head_norms` (weights [D] for each),
-        rotation of queries and keys. qkv is overwritten.
+        In this order: clip to [-clip, clip], norm of each query and key, and of each value if there are three, by
+        `head_norms` (weights [D] for each), rotation of queries and keys. qkv is overwritten.
         """
 
     def rotate_and_store_latent(
@@ -167,6 +185,9 @@ class Ops(Protocol):
     def sigmoid(self, x: Tensor) -> Tensor:
         """Return the logistic function of x, in its dtype."""
 
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """See `kernels.activation.softcap`. Mutates x."""
+
     def short_conv(
         self,
         x: Tensor,
@@ -195,6 +216,9 @@ class Ops(Protocol):
     def gated_norm(self, x: Tensor, gate: Tensor, norm: NormWeights) -> Tensor:
         """See `kernels.norm.gated_norm`."""
 
+    def norm_of_gated(self, x: Tensor, gate: Tensor, norm: NormWeights, num_groups: int) -> Tensor:
+        """See `kernels.norm.norm_of_gated`."""
+
     def sample(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
         """See `kernels.sampling.sample`."""
 
@@ -216,6 +240,7 @@ class CpuOps:
     compute_experts = staticmethod(moe_experts)
     sample = staticmethod(sample)
     sigmoid = staticmethod(sigmoid)
+    softcap = staticmethod(softcap)
     short_conv = staticmethod(short_conv)
     gated_delta_rule = staticmethod(gated_delta_rule)
     mamba1_scan = staticmethod(mamba1_scan)
@@ -268,7 +293,7 @@ class CpuOps:
         if shape.has_bias:
             gate_up_bias = torch.zeros(rows, dtype=dtype) if gate_up_bias is None else gate_up_bias
             down_bias = torch.zeros(hidden_size, dtype=dtype) if down_bias is None else down_bias
-        return _OneExpert(self.pack_experts(shape, 1, lambda _: (gate_up, down, gate_up_bias, down_bias)), activation)
+        return OneExpert(self.pack_experts(shape, 1, lambda _: (gate_up, down, gate_up_bias, down_bias)), activation)
 
     def pack_experts(
         self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
@@ -303,12 +328,18 @@ class CpuOps:
     def gated_norm(self, x: Tensor, gate: Tensor, norm: NormWeights) -> Tensor:
         return gated_norm(x, gate, norm.weight, norm.eps)
 
-    def norm_of_sum(self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float) -> Tensor:
+    def norm_of_gated(self, x: Tensor, gate: Tensor, norm: NormWeights, num_groups: int) -> Tensor:
+        return norm_of_gated(x, gate, norm.weight, norm.eps, num_groups)
+
+    def norm_of_sum(
+        self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float, scale: float = 1.0
+    ) -> Tensor:
         if norm.bias is None:
-            return rms_norm_of_sum(x, residual, norm.weight, norm.eps, multiplier)
+            return rms_norm_of_sum(x, residual, norm.weight, norm.eps, multiplier, scale)
         if multiplier != 1.0:
             x.mul_(multiplier)
-        return self.norm(residual.add_(x), norm)
+        residual.add_(x)
+        return self.norm(residual if scale == 1.0 else residual.mul_(scale), norm)
 
     def rotate_and_store(
         self,
@@ -318,7 +349,7 @@ class CpuOps:
         values: Tensor,
         *,
         interleaved: bool,
-        head_norms: tuple[Tensor, Tensor] | None,
+        head_norms: tuple[Tensor, ...] | None,
         eps: float,
         clip: float | None,
     ) -> Tensor:
@@ -382,13 +413,13 @@ class _LinearPerHead:
         return torch.stack([linear(head) for linear, head in zip(self._linears, heads, strict=True)], 1)
 
 
-class _OneExpert:
+class OneExpert:
     """A dense block as an expert that every row chooses with weight 1."""
 
     def __init__(self, expert: PackedExperts, activation: Activation) -> None:
-        self._expert, self._activation = expert, activation
+        self.expert, self.activation = expert, activation
 
     def __call__(self, x: Tensor) -> Tensor:
         ids = torch.zeros((len(x), 1), dtype=torch.int64)
         weights = torch.ones((len(x), 1))
-        return moe_experts(x, ids, weights, self._expert, self._activation)
+        return moe_experts(x, ids, weights, self.expert, self.activation)

@@ -22,15 +22,16 @@ def rotate_and_store(
     values_pool: Tensor,
     *,
     interleaved: bool,
-    head_norms: tuple[Tensor, Tensor] | None = None,
+    head_norms: tuple[Tensor, ...] | None = None,
     eps: float = 0.0,
 ) -> Tensor:
     """Store the keys and values of qkv [T, H + 2 KV, D] in the slots [T] (int64) of pools [KV, num_slots, D].
 
     Pools of other dtypes than qkv keep rounded rows (`kernels.kv_rows`).
 
-    Queries and keys are first normalised by `head_norms` (weights [D] for each), then rotated by cos, sin [T, R/2] as
-    `apply_rotary` does. Returns the queries [T, H, D], which may be a view of qkv. Mutates the pools and qkv.
+    Queries and keys, and values if there are three, are first normalised by `head_norms` (weights [D] for each). Then
+    queries and keys are rotated by cos, sin [T, R/2] as `apply_rotary` does. Returns the queries [T, H, D], which may
+    be a view of qkv. Mutates the pools and qkv.
     """
     kernels = native_kernels()
     if (
@@ -56,15 +57,16 @@ def rotate_and_store_reference(
     values_pool: Tensor,
     *,
     interleaved: bool,
-    head_norms: tuple[Tensor, Tensor] | None = None,
+    head_norms: tuple[Tensor, ...] | None = None,
     eps: float = 0.0,
 ) -> Tensor:
     """Do the work of `rotate_and_store` in plain torch, one part after another."""
     num_kv_heads = keys_pool.shape[0]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
-    q, keys, values = qkv.split([num_heads, num_kv_heads, num_kv_heads], 1)
-    if head_norms is not None:
-        q, keys = (rms_norm_reference(part, norm, eps) for part, norm in zip((q, keys), head_norms, strict=True))
+    parts = list(qkv.split([num_heads, num_kv_heads, num_kv_heads], 1))
+    for number, norm in enumerate(head_norms or ()):
+        parts[number] = rms_norm_reference(parts[number], norm, eps)
+    q, keys, values = parts
     rotated = apply_rotary(torch.cat([q, keys], 1), cos, sin, interleaved=interleaved)
     write_kv(keys_pool, values_pool, slots, rotated[:, num_heads:], values)
     return rotated[:, :num_heads]
@@ -79,12 +81,12 @@ def _rotate_and_store_native(
     keys_pool: Tensor,
     values_pool: Tensor,
     interleaved: bool,
-    head_norms: tuple[Tensor, Tensor] | None,
+    head_norms: tuple[Tensor, ...] | None,
     eps: float,
 ) -> Tensor:
     num_kv_heads, num_slots, _ = keys_pool.shape
     num_heads, dim = qkv.shape[1] - 2 * num_kv_heads, qkv.shape[2]
-    q_norm, k_norm = (None, None) if head_norms is None else (norm.data_ptr() for norm in head_norms)
+    norms = [norm.data_ptr() for norm in head_norms or ()]
     kernels.rotate_and_store(
         qkv.data_ptr(),
         qkv.stride(0),
@@ -92,8 +94,8 @@ def _rotate_and_store_native(
         num_heads,
         num_kv_heads,
         dim,
-        q_norm,
-        k_norm,
+        *norms,
+        *[None] * (3 - len(norms)),
         eps,
         cos.data_ptr(),
         sin.data_ptr(),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launcher.preflight import check_settings
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.model.families import build_spec, is_native, load_config, read_model_type
+from moeserve.model.families import build_spec, is_native, load_config, read_config
 from moeserve.model.spec import ModelError
 
 
@@ -26,7 +26,7 @@ def rank_per_node(config: ServeConfig, folder: Path, num_nodes: int) -> ServeCon
     shared = replace(config, pipeline_parallel_size=num_nodes)
     try:
         check_settings(shared)
-        if not is_native(read_model_type(folder), config.model_impl):
+        if not is_native(read_config(folder), config.model_impl):
             return config
         return shared if build_spec(load_config(folder)).num_layers >= num_nodes else config
     except (ConfigError, ModelError):

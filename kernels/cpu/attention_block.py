@@ -22,7 +22,8 @@ class AttentionWeights:
     """The weights of grouped-query attention and the numbers that go with them.
 
     qkv: rows of all query heads, then key heads, then value heads. norms: of whole queries and keys, each [width];
-    head_norms: of each of their heads, [dim]. window: None for all tokens. sinks: [num_heads].
+    head_norms: of each of their heads, [dim], and where there are three, of each value head. window: None for all
+    tokens. sinks: [num_heads].
     """
 
     qkv: Linear
@@ -31,7 +32,7 @@ class AttentionWeights:
     num_kv_heads: int
     dim: int
     norms: tuple[Tensor, Tensor] | None
-    head_norms: tuple[Tensor, Tensor] | None
+    head_norms: tuple[Tensor, ...] | None
     eps: float
     scale: float
     interleaved: bool
@@ -53,6 +54,7 @@ class _Attention(Structure):
         ("k_norm", c_void_p),
         ("q_head_norm", c_void_p),
         ("k_head_norm", c_void_p),
+        ("v_head_norm", c_void_p),
         ("eps", c_double),
         ("scale", c_double),
         ("interleaved", c_int64),
@@ -102,8 +104,9 @@ class AttentionBlock:
     """The attention of one layer. width: of its results. address: of its `Attention` of block.cpp."""
 
     def __init__(self, weights: AttentionWeights, qkv: PanelLinear, out: PanelLinear) -> None:
-        def pointers(norms: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:
-            return (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+        def pointers(norms: tuple[Tensor, ...] | None, count: int) -> list[int | None]:
+            found = [norm.data_ptr() for norm in norms or ()]
+            return [*found, *[None] * (count - len(found))]
 
         # The weights keep the tensors alive whose addresses are in the record.
         self._weights = weights
@@ -115,8 +118,8 @@ class AttentionBlock:
             weights.num_heads,
             weights.num_kv_heads,
             weights.dim,
-            *pointers(weights.norms),
-            *pointers(weights.head_norms),
+            *pointers(weights.norms, 2),
+            *pointers(weights.head_norms, 3),
             weights.eps,
             weights.scale,
             weights.interleaved,
@@ -145,9 +148,10 @@ class AttentionBlock:
     @staticmethod
     def rows_of(cos: Tensor, sin: Tensor, slots: Tensor, plan: AttentionPlan) -> Structure:
         """Return the `Rows` of block.cpp, which the plan keeps for all layers of a step."""
-        prepared = plan.prepared.get("block")
+        name = f"block {cos.data_ptr()}"  # Layers with and without a window may have angles of their own.
+        prepared = plan.prepared.get(name)
         if not isinstance(prepared, _PreparedRows) or not prepared.are_of(cos, sin, slots):
-            prepared = plan.prepared["block"] = _PreparedRows(cos, sin, slots, _rows(cos, sin, slots, plan))
+            prepared = plan.prepared[name] = _PreparedRows(cos, sin, slots, _rows(cos, sin, slots, plan))
         return prepared.rows
 
     def pools_of(self, keys: Tensor, values: Tensor) -> Structure:

@@ -9,9 +9,10 @@ extern "C" {
 void moeserve_rms_norm(const float* x, int64_t x_stride, int64_t num_rows, int64_t width, const float* weight,
                        double eps, float* out, int64_t out_stride);
 void moeserve_rotate_and_store(float* qkv, int64_t stride, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,
-                               int64_t dim, const float* q_norm, const float* k_norm, double eps, const float* cos,
-                               const float* sin, int64_t half, int64_t interleaved, const int64_t* slots, uint8_t* keys,
-                               uint8_t* values, int64_t num_slots, int64_t kind_of_rows);
+                               int64_t dim, const float* q_norm, const float* k_norm, const float* v_norm, double eps,
+                               const float* cos, const float* sin, int64_t half, int64_t interleaved,
+                               const int64_t* slots, uint8_t* keys, uint8_t* values, int64_t num_slots,
+                               int64_t kind_of_rows);
 void moeserve_attention(const float* q, int64_t q_stride, int64_t num_heads, int64_t num_kv_heads, int64_t key_dim,
                         int64_t value_dim, const uint8_t* keys, const uint8_t* values, int64_t kind, int64_t num_slots,
                         int64_t block_size, int64_t num_chunks, const int64_t* first_rows, const int64_t* starts,
@@ -27,7 +28,7 @@ struct Attention {
   int64_t num_qkv;
   const Matrix* out;
   int64_t num_heads, num_kv_heads, dim;
-  const float *q_norm, *k_norm, *q_head_norm, *k_head_norm;
+  const float *q_norm, *k_norm, *q_head_norm, *k_head_norm, *v_head_norm;
   double eps, scale;
   int64_t interleaved, window;
   const float* sinks;
@@ -90,8 +91,8 @@ extern "C" void moeserve_attention_block(const moeserve::Attention* a, const moe
     moeserve_rms_norm(qkv + queries, width, num_rows, keys, a->k_norm, a->eps, qkv + queries, width);
   }
   moeserve_rotate_and_store(qkv, width, num_rows, a->num_heads, a->num_kv_heads, a->dim, a->q_head_norm, a->k_head_norm,
-                            a->eps, rows->cos, rows->sin, rows->half, a->interleaved, rows->slots, pools->keys,
-                            pools->values, pools->num_slots, pools->kind);
+                            a->v_head_norm, a->eps, rows->cos, rows->sin, rows->half, a->interleaved, rows->slots,
+                            pools->keys, pools->values, pools->num_slots, pools->kind);
   moeserve_attention(qkv, width, a->num_heads, a->num_kv_heads, a->dim, a->dim, pools->keys, pools->values, pools->kind,
                      pools->num_slots, rows->block_size, rows->num_chunks, rows->first_rows, rows->starts,
                      rows->table_offsets, rows->block_tables, a->scale, a->window, a->sinks, attended);

@@ -1,4 +1,6 @@
-// Norms, and rotating and storing new keys and values.
+// Norms, a bound on logits, and rotating and storing new keys and values.
+#include <algorithm>
+
 #include "kv_rows.h"
 #include "team.h"
 
@@ -26,6 +28,21 @@ void scale_row(float* x, int64_t width, float factor) {
   for (int64_t i = 0; i < width; ++i) x[i] *= factor;
 }
 
+// tanh(x): near 0, where the quotient would lose digits, its series.
+inline Floats tanh_of(Floats x) {
+  const Floats size = max(x, -x), square = x * x;
+  const Floats shrunk = exp_of_negative(-2.0f * size), far = (1.0f - shrunk) / (1.0f + shrunk);
+  Floats series = splat(62.0f / 2835.0f);
+  series = fma(series, square, splat(-17.0f / 315.0f));
+  series = fma(series, square, splat(2.0f / 15.0f));
+  series = fma(series, square, splat(-1.0f / 3.0f));
+  const Floats near = fma(series * square, x, x);
+  const Floats found = select((Ints)(size < 0.25f), near, select((Ints)(x < 0.0f), -far, far));
+  return select((Ints)(x == x), found, x);
+}
+
+constexpr int64_t kNumbersAtOnce = 1 << 14;
+
 // The first 2 * half channels of a head, by angles [half].
 void rotate(float* head, const float* cos, const float* sin, int64_t half, bool interleaved) {
   const int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
@@ -48,26 +65,43 @@ extern "C" void moeserve_rms_norm(const float* x, int64_t x_stride, int64_t num_
   });
 }
 
-// Adds x [num_rows, width] times `multiplier` to the rows of `residual`, both contiguous, and writes the norms of the
-// sums to out. x is overwritten.
+// x [count] becomes cap * tanh(x / cap).
+extern "C" void moeserve_softcap(float* x, int64_t count, double cap) {
+  using namespace moeserve;
+  const float bound = float(cap);
+  for_shared((count + kNumbersAtOnce - 1) / kNumbersAtOnce, 1, [&](int64_t part) {
+    const int64_t end = std::min(count, (part + 1) * kNumbersAtOnce);
+    for (int64_t i = part * kNumbersAtOnce; i < end; i += kLanes) {
+      const int64_t width = std::min<int64_t>(kLanes, end - i);
+      float lanes[kLanes] = {};
+      std::copy_n(x + i, width, lanes);
+      store(lanes, tanh_of(load(lanes) / bound) * bound);
+      std::copy_n(lanes, width, x + i);
+    }
+  });
+}
+
+// Adds x [num_rows, width] times `multiplier` to the rows of `residual`, both contiguous, multiplies the sums by `scale`
+// and writes their norms to out. x is overwritten.
 extern "C" void moeserve_norm_of_sum(float* x, float* residual, int64_t num_rows, int64_t width, double multiplier,
-                                     const float* weight, double eps, float* out) {
+                                     double scale, const float* weight, double eps, float* out) {
   moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
     float *added = x + row * width, *sum = residual + row * width;
     if (multiplier != 1.0) moeserve::scale_row(added, width, float(multiplier));
     for (int64_t i = 0; i < width; ++i) sum[i] += added[i];
+    if (scale != 1.0) moeserve::scale_row(sum, width, float(scale));
     moeserve::norm_row(sum, weight, width, float(eps), out + row * width);
   });
 }
 
-// qkv [num_rows, num_heads + 2 * num_kv_heads, dim], rows `stride` floats apart: normalises query and key heads (norm
-// weights [dim] or null), rotates them by cos, sin [num_rows, half], all in place, and stores keys and values in the
-// slots [num_rows] of pools [num_kv_heads, num_slots] of rows (kv_rows.h).
+// qkv [num_rows, num_heads + 2 * num_kv_heads, dim], rows `stride` floats apart: normalises query, key and value heads
+// (norm weights [dim] or null), rotates queries and keys by cos, sin [num_rows, half], all in place, and stores keys and
+// values in the slots [num_rows] of pools [num_kv_heads, num_slots] of rows (kv_rows.h).
 extern "C" void moeserve_rotate_and_store(float* qkv, int64_t stride, int64_t num_rows, int64_t num_heads,
                                           int64_t num_kv_heads, int64_t dim, const float* q_norm, const float* k_norm,
-                                          double eps, const float* cos, const float* sin, int64_t half,
-                                          int64_t interleaved, const int64_t* slots, uint8_t* keys, uint8_t* values,
-                                          int64_t num_slots, int64_t kind_of_rows) {
+                                          const float* v_norm, double eps, const float* cos, const float* sin,
+                                          int64_t half, int64_t interleaved, const int64_t* slots, uint8_t* keys,
+                                          uint8_t* values, int64_t num_slots, int64_t kind_of_rows) {
   const moeserve::Kind kind = moeserve::Kind(kind_of_rows);
   const int64_t bytes = moeserve::row_bytes(kind, dim);
   moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
@@ -81,7 +115,9 @@ extern "C" void moeserve_rotate_and_store(float* qkv, int64_t stride, int64_t nu
     for (int64_t h = 0; h < num_kv_heads; ++h) {
       const int64_t slot = (h * num_slots + slots[row]) * bytes;
       moeserve::store_row(kind, heads + (num_heads + h) * dim, dim, keys + slot);
-      moeserve::store_row(kind, heads + (num_heads + num_kv_heads + h) * dim, dim, values + slot);
+      float* value = heads + (num_heads + num_kv_heads + h) * dim;
+      if (v_norm) moeserve::norm_row(value, v_norm, dim, float(eps), value);
+      moeserve::store_row(kind, value, dim, values + slot);
     }
   });
 }

@@ -24,6 +24,7 @@ struct Gate {
   const float* bias;  // Of each expert, added to what chooses; null for none.
   int64_t renormalises;
   double least_total, scale;  // least_total: of the sum that weights are divided by if `renormalises`; 0 for none.
+  const float* scales;  // Of each expert, factors on the final weights; null for none.
 
   int64_t num_experts() const { return product->width; }
 };
@@ -122,6 +123,8 @@ void choose_row(const Gate& gate, float* scores, float* choice, int64_t* ids, fl
   }
   if (gate.scale != 1.0)
     for (int64_t k = 0; k < gate.top_k; ++k) weights[k] *= float(gate.scale);
+  if (gate.scales)
+    for (int64_t k = 0; k < gate.top_k; ++k) weights[k] *= gate.scales[ids[k]];
 }
 
 // Counts in `votes` [count] the numbers among the `top_k` largest of x [count] that are sure to be: larger than the

@@ -16,24 +16,49 @@ from kernels.cpu.attention_block import AttentionBlock
 from kernels.cpu.experts import NativeExperts
 from kernels.cpu.library import NativeKernels
 from kernels.moe_gate import NativeChoice
-from kernels.ops import NormWeights, StepInputs
+from kernels.ops import MoeNorms, NormWeights, StepInputs
 from kernels.specs import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class MoeParts:
+    """A block of experts. shared: the expert that every row has, None without one. norms: see `MoeNorms`."""
+
+    choice: NativeChoice
+    experts: NativeExperts
+    activation: Activation
+    shared: tuple[NativeExperts, Activation] | None = None
+    norms: MoeNorms | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """A layer of attention and experts. norm: before the experts. next_norm: before the next layer, or the last norm.
 
-    is_windowed: the layer has window blocks.
+    after_attention, after_block: of what each adds to the stream, None without such norms. scale: of the stream behind
+    the layer. is_windowed: the layer has a window.
     """
 
     attention: AttentionBlock
-    choice: NativeChoice
-    experts: NativeExperts
-    activation: Activation
+    block: MoeParts
     norm: NormWeights
     next_norm: NormWeights
+    after_attention: NormWeights | None
+    after_block: NormWeights | None
+    scale: float
     is_windowed: bool
+
+    @property
+    def inner_norms(self) -> list[NormWeights | None]:
+        """The norms that a layer may lack, in the order of layers.cpp."""
+        own = self.block.norms
+        of_block = [None] * 4 if own is None else [own.gate, own.experts, own.after_experts, own.after_shared]
+        return [self.after_attention, *of_block, self.after_block]
+
+    @property
+    def norms(self) -> list[NormWeights]:
+        """Its norms with those of the stream last."""
+        return [*(norm for norm in self.inner_norms if norm is not None), self.norm, self.next_norm]
 
 
 class _Layer(Structure):
@@ -43,10 +68,18 @@ class _Layer(Structure):
         ("attention", c_void_p),
         ("gate", c_void_p),
         ("experts", c_void_p),
+        ("shared", c_void_p),
         ("norm", c_void_p),
         ("next_norm", c_void_p),
+        ("after_attention", c_void_p),
+        ("for_gate", c_void_p),
+        ("for_experts", c_void_p),
+        ("after_experts", c_void_p),
+        ("after_shared", c_void_p),
+        ("after_both", c_void_p),
         ("eps", c_double),
         ("next_eps", c_double),
+        ("scale", c_double),
         ("is_windowed", c_int64),
     ]
 
@@ -64,10 +97,10 @@ class NativeLayers:
         """multiplier: of all that is added to the residual stream."""
         self._layers = layers
         self._run = kernels.layers
-        self._top_k = layers[0].choice.top_k
+        self._top_k = layers[0].block.choice.top_k
         self._sizes = _Sizes(len(layers), hidden, self._top_k, multiplier)
         # Kept alive: the experts make another record where they are called with another activation.
-        self._experts = [layer.experts.record_for(layer.activation) for layer in layers]
+        self._experts = [_expert_records(layer.block) for layer in layers]
         self._records = (_Layer * len(layers))(*map(_record, layers, self._experts))
         self._addresses = addressof(self._sizes), addressof(self._records)
         self._pools: tuple[Sequence[tuple[Tensor, Tensor | None]], object, int] | None = None
@@ -124,15 +157,25 @@ class NativeLayers:
         return self._pools[2]
 
 
-def _record(layer: LayerParts, experts: Structure) -> _Layer:
+def _expert_records(block: MoeParts) -> tuple[Structure, Structure | None]:
+    """Return the records of a block's experts and of its shared expert."""
+    shared = None if block.shared is None else block.shared[0].record_for(block.shared[1])
+    return block.experts.record_for(block.activation), shared
+
+
+def _record(layer: LayerParts, experts: tuple[Structure, Structure | None]) -> _Layer:
+    routed, shared = experts
     return _Layer(
         layer.attention.address,
-        layer.choice.address,
-        addressof(experts),
+        layer.block.choice.address,
+        addressof(routed),
+        None if shared is None else addressof(shared),
         layer.norm.weight.data_ptr(),
         layer.next_norm.weight.data_ptr(),
+        *(None if norm is None else norm.weight.data_ptr() for norm in layer.inner_norms),
         layer.norm.eps,
         layer.next_norm.eps,
+        layer.scale,
         layer.is_windowed,
     )
 
@@ -142,9 +185,10 @@ def native_layers(
 ) -> NativeLayers | None:
     """Return the layers as one call; None where a norm has a bias or is not in float32, or where the widths of results
     or the numbers of chosen experts differ."""
-    norms = [norm for layer in layers for norm in (layer.norm, layer.next_norm)]
+    norms = [norm for layer in layers for norm in layer.norms]
     if any(norm.bias is not None or norm.weight.dtype is not torch.float32 for norm in norms):
         return None
-    if any(layer.attention.width != hidden or layer.choice.top_k != layers[0].choice.top_k for layer in layers):
+    top_k = layers[0].block.choice.top_k
+    if any(layer.attention.width != hidden or layer.block.choice.top_k != top_k for layer in layers):
         return None
     return NativeLayers(layers, kernels, hidden, multiplier)

@@ -29,16 +29,18 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "largest": (_P, _N, _N, _N, _P, _P),
     "foresee": (_P, _P, _P, _N, _P, _R, _N, _R, _P),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
-    "norm_of_sum": (_P, _P, _N, _N, _R, _P, _R, _P),
+    "norm_of_sum": (_P, _P, _N, _N, _R, _R, _P, _R, _P),
+    "softcap": (_P, _N, _R),
     "attention_block": (_P, _P, _P, _P, _N, _P),
     "layers": (_P, _P, _P, _P, _P, _N, _P, _N, _P, _P, _P),
-    "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N, _N),
+    "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N, _N),
     "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
     "short_conv": (_P, _N, _P, _P, _N, _N, _N, _P, _N, _P, _P, _N, _P),
     "gated_delta_rule": (_P, _N, _P, _N, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
     "mamba1_scan": (_P, _N, _P, _N, _P, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _P),
     "mamba2_scan": (_P, _N, _P, _N, _P, _P, _P, _R, _R, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
     "gated_norm": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
+    "norm_of_gated": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
     "crc32": (_P, _N, _N),
     "multiply_tiles": (_N, _N),
     "compute_alone": (),
@@ -69,6 +71,7 @@ class NativeKernels:
     largest: Callable[..., None]
     foresee: Callable[..., int]
     norm_of_sum: Callable[..., None]
+    softcap: Callable[..., None]
     attention_block: Callable[..., None]
     layers: Callable[..., int]
     rms_norm: Callable[..., None]
@@ -79,6 +82,7 @@ class NativeKernels:
     mamba1_scan: Callable[..., None]
     mamba2_scan: Callable[..., None]
     gated_norm: Callable[..., None]
+    norm_of_gated: Callable[..., None]
     crc32: Callable[[int, int, int], int]
     multiply_tiles: Callable[[int, int], None]
     compute_alone: Callable[[], None]

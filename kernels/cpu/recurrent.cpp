@@ -278,3 +278,27 @@ extern "C" void moeserve_gated_norm(const float* x, const float* gate, int64_t g
     }
   });
 }
+
+// out = x silu(gate) over the root mean square of its group, times weight. x and out [num_rows, num_groups * width], rows
+// of gate `gate_stride` floats apart; weight [num_groups * width].
+extern "C" void moeserve_norm_of_gated(const float* x, const float* gate, int64_t gate_stride, int64_t num_rows,
+                                       int64_t num_groups, int64_t width, const float* weight, double eps, float* out) {
+  using namespace moeserve;
+  for_shared(num_rows, kRowsAtOnce, [&](int64_t row) {
+    for (int64_t first = 0; first < num_groups * width; first += width) {
+      const float *in = x + row * num_groups * width + first, *open = gate + row * gate_stride + first;
+      float* gated = out + row * num_groups * width + first;
+      Floats squares{};
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const Floats value = load_some(in + i, width - i) * silu(load_some(open + i, width - i));
+        squares = fma(value, value, squares);
+        store_some(gated + i, value, width - i);
+      }
+      const float inverse = 1.0f / std::sqrt(sum(squares) / float(width) + float(eps));
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const Floats value = load_some(gated + i, width - i) * inverse * load_some(weight + first + i, width - i);
+        store_some(gated + i, value, width - i);
+      }
+    }
+  });
+}

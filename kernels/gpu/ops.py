@@ -23,6 +23,7 @@ from kernels.gpu.packed_linear import PackedLinear, PackedTable
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.gpu.sampling import greedy, sample
 from kernels.linear import Linear, TorchLinear
+from kernels.norm import norm_of_gated_reference
 from kernels.ops import GatedBlock, HeadLinear, NormWeights, StepInputs, Table
 from kernels.packed_experts import ExpertMatrices, ExpertShape
 from kernels.sampling import Draw
@@ -114,7 +115,13 @@ class GpuOps:
     def gated_norm(self, x: Tensor, gate: Tensor, norm: NormWeights) -> Tensor:
         return recurrent.gated_norm(x, gate, norm.weight, norm.eps)
 
-    def norm_of_sum(self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float) -> Tensor:
+    def norm_of_gated(self, x: Tensor, gate: Tensor, norm: NormWeights, num_groups: int) -> Tensor:
+        return norm_of_gated_reference(x, gate, norm.weight, norm.eps, num_groups)
+
+    def norm_of_sum(
+        self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float, scale: float = 1.0
+    ) -> Tensor:
+        assert scale == 1.0, "models that scale the stream are computed on a CPU alone"
         if norm.bias is None:
             return add_rms_norm(x, residual, norm.weight, norm.eps, multiplier)
         return add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, multiplier)
@@ -127,12 +134,13 @@ class GpuOps:
         values: Tensor,
         *,
         interleaved: bool,
-        head_norms: tuple[Tensor, Tensor] | None,
+        head_norms: tuple[Tensor, ...] | None,
         eps: float,
         clip: float | None,
     ) -> Tensor:
         num_kv_heads = keys.shape[0]
         q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
+        assert head_norms is None or len(head_norms) == 2, "models that normalise values are computed on a CPU alone"
         q_weight, k_weight = head_norms or (None, None)
         return norm_rope_write_kv(
             q,
@@ -217,6 +225,9 @@ class GpuOps:
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
 
     def sample(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
         if not any(draw.temperature for draw in draws):

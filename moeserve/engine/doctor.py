@@ -53,11 +53,11 @@ from moeserve.machine import Gpu, Machine
 from moeserve.model.checkpoint import has_weights, loaded_bytes, plan_weights, read_index
 from moeserve.model.expert_store import layouts_of, native_layouts
 from moeserve.model.expert_weights import NativeExperts
-from moeserve.model.families import build_spec, is_native, load_config, read_model_type
+from moeserve.model.families import build_spec, is_native, load_config, read_config
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand, windowed
 from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding
 from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
-from moeserve.model.spec import DecoderSpec, MissingWeights, MlaSpec, ModelError, ModelSpec
+from moeserve.model.spec import DecoderSpec, MambaSpec, MissingWeights, MlaSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
 from moeserve.model.stored import TensorInfo
 from moeserve.settings.quantities import parse_size
@@ -175,7 +175,7 @@ def examine(folder: Path) -> KnownModel:
 
     Raise ModelError, also for a type that is not served and for damaged weights.
     """
-    if not is_native(read_model_type(folder), "auto"):
+    if not is_native(read_config(folder), "auto"):
         return _examine_borrowed(folder)
     config = load_config(folder)
     spec = build_spec(config)
@@ -228,16 +228,21 @@ def kinds_of_layers(spec: ModelSpec) -> list[tuple[int, str]]:
     name = "latent attention" if isinstance(spec.attention, MlaSpec) else "attention"
     kinds: Counter[str] = Counter()
     for layer, window in enumerate(spec.windows):
+        if not spec.has("mixer", layer):
+            continue
         if spec.is_recurrent(layer):
-            kinds["a gated delta net"] += 1
+            kinds["a Mamba-2 layer" if isinstance(spec.recurrent, MambaSpec) else "a gated delta net"] += 1
         else:
             kinds[name if window is None else f"{name} over {window:,} tokens"] += 1
     blocks: Counter[str] = Counter()
-    for sparse in spec.sparse_layers:
+    for layer, sparse in enumerate(spec.sparse_layers):
+        if not spec.has("block", layer):
+            continue
         if not sparse or spec.moe is None:
             blocks["a dense block"] += 1
             continue
-        beside = " and a shared one" if spec.moe.shared is not None else ""
+        # Gemma 4 has a dense block beside its experts, as other layers have it.
+        beside = " and a shared one" if spec.moe.shared is not None and not spec.moe.own_norms else ""
         blocks[f"{spec.moe.num_experts} experts, {spec.moe.gate.top_k} per token{beside}"] += 1
     return [(number, kind) for kind, number in (*kinds.most_common(), *blocks.most_common())]
 
@@ -531,6 +536,9 @@ def _read_per_token(
 
 def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig, host_bytes: int) -> Iterator[Setup]:
     """gpu: the GPU with the least free memory. host_bytes: of the host's memory, that are free."""
+    if model.spec.gpu_obstacle is not None:
+        yield Setup("cuda", _flags_of(config), model.spec.gpu_obstacle)
+        return
     setup = _gpu_setup(model, gpu, config, host_bytes)
     yield setup
     moe = model.spec.moe

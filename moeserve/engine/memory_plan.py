@@ -23,7 +23,7 @@ from moeserve.model.checkpoint import OwnedExperts, find_mtp, plan_weights, read
 from moeserve.model.demo import demo_named
 from moeserve.model.expert_store import layouts_of, native_layouts
 from moeserve.model.expert_weights import expert_shape
-from moeserve.model.families import build_spec, is_native, load_config, read_model_type
+from moeserve.model.families import build_spec, is_native, load_config, read_config
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand
 from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding, format_in_file, shown_format
@@ -72,6 +72,8 @@ def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tupl
         if device != "cpu":
             raise ConfigError("--speculative-config: MTP layers draft tokens on a CPU alone so far.")
         spec = replace(spec, mtp=find_mtp(spec, read_index(directory)))
+    if device != "cpu" and spec.gpu_obstacle is not None:
+        raise ConfigError(spec.gpu_obstacle)
     return spec, native_dtype(config, device)
 
 
@@ -112,10 +114,10 @@ def cpu_kv_dtype(
 
 def read_any_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[ModelSpec, torch.dtype]:
     """Do as `read_spec`, for a model on our own code or on transformers'."""
-    model_type = read_model_type(directory)
-    if is_native(model_type, config.model_impl):
+    described = read_config(directory)
+    if is_native(described, config.model_impl):
         return read_spec(directory, config, device)
-    if is_gguf_folder(directory) and is_native(model_type, "auto"):
+    if is_gguf_folder(directory) and is_native(described, "auto"):
         raise ConfigError("Our own code computes this GGUF file: leave --model-impl at auto.")
     if device != "cpu":
         raise ConfigError("A model on transformers' code is served on a CPU only so far: give --device cpu.")

@@ -17,7 +17,16 @@ from moeserve.model.files import is_gguf_folder
 from moeserve.model.packed.config import quantization_in
 from moeserve.model.packed.parts import joined_matrices
 from moeserve.model.shards import Cut, Cuts, Shard, layer_cuts, outer_cuts
-from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, DeltaNetSpec, MlaSpec, MoeSpec, MtpSpec
+from moeserve.model.spec import (
+    AttentionSpec,
+    CheckpointError,
+    DecoderSpec,
+    DeltaNetSpec,
+    MambaSpec,
+    MlaSpec,
+    MoeSpec,
+    MtpSpec,
+)
 from moeserve.model.stages import Stage
 from moeserve.model.stored import TensorInfo, is_in_blocks, read_headers
 
@@ -36,11 +45,21 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
 
 
 def _read_gguf(directory: Path) -> dict[str, TensorInfo]:
-    from moeserve.model.gguf.folder import gguf_parts  # Imported late: other checkpoints do without its packages.
+    # Imported late: other checkpoints do without its packages.
+    from moeserve.model.gguf.folder import gguf_parts
+    from moeserve.model.gguf.native import NeededNames
+
+    def needed(spec: DecoderSpec) -> NeededNames:
+        tensors = list(outer_tensors(spec).values())
+        for layer in range(spec.num_layers):
+            tensors += layer_tensors(spec, layer).values()
+        experts = [fused_expert_tensors(spec, layer) for layer in spec.moe_layers]
+        names = [(of_layer["gate_up"].names[0], of_layer["down"].names[0]) for of_layer in experts]
+        return NeededNames([ref.names for ref in tensors], names)
 
     return {
         name: TensorInfo(part.sources[0].file, part.kind, part.shape, part.num_bytes, part)
-        for name, part in gguf_parts(directory)
+        for name, part in gguf_parts(directory, needed)
     }
 
 
@@ -53,11 +72,13 @@ QuantisedBytes = Callable[[str, "StoredTensor"], int | None]
 # The experts that this process loads, by layer.
 OwnedExperts = Callable[[int], Sequence[int]]
 
-_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
-# Rotation tables of old exports, extra modules that predict further tokens, and modules that read images.
-_IGNORED = re.compile(r"rotary_emb\.|^(?:model\.)?(?:mtp[._]|visual\.)")
-# Prefixes of the decoder's tensors; the last one is for a decoder inside a vision-language model.
-_PREFIXES = ("model.", "", "model.language_model.")
+_LAYER = re.compile(r"(?:model\.|backbone\.)?(?:language_model\.)?layers\.(\d+)\.")
+# Rotation tables of old exports, extra modules that predict further tokens, and modules that read images or sound.
+_IGNORED = re.compile(
+    r"rotary_emb\.|^(?:model\.)?(?:mtp[._]|visual\.|(?:vision|audio)_tower\.|embed_(?:vision|audio)\.)"
+)
+# Prefixes of the decoder's tensors; the third one is of decoders in vision-language models, the last of Nemotron-H.
+_PREFIXES = ("model.", "", "model.language_model.", "backbone.")
 _PLAIN_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))
 # Matrices stored in these dtypes stay in bfloat16 where products in float32 read 16-bit weights as they are.
 KEPT_IN_BFLOAT16 = frozenset(("BF16",))
@@ -301,7 +322,7 @@ class _Matcher:
         if self._find(fused["gate_up"]) is not None:
             return ExpertsPlan(layer, "fused", owned, (self.match(fused),))
         stacked = stacked_expert_tensors(spec, layer)
-        if self._find(stacked["gate"]) is not None:
+        if self._find(stacked["up"]) is not None:
             return ExpertsPlan(layer, "stacked", owned, (self.match(stacked),))
         experts = [self.match(_split_expert_tensors(spec, layer, e)) for e in range(spec.moe.num_experts)]
         return ExpertsPlan(layer, "split", owned, tuple(experts[expert] for expert in owned))
@@ -376,7 +397,7 @@ def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
 # Names and shapes of the tensors that a decoder needs. Names are relative to the decoder, ``layers.0.mlp.gate.weight``;
 # a checkpoint usually puts ``model.`` in front. Where published checkpoints differ in a name, all forms are candidates.
 
-_MOE_PREFIXES = ("mlp", "block_sparse_moe")
+_MOE_PREFIXES = ("mlp", "block_sparse_moe", "mixer")
 # The names of MTP layers in published checkpoints, of DeepSeek-V3 and GLM-4.5, Qwen3-Next and Qwen3.5, and Ernie 4.5.
 # {} stands for the number of layers.
 _MTP_LAYERS = (
@@ -400,31 +421,47 @@ Tensors = dict[str, TensorRef]
 def outer_tensors(spec: DecoderSpec) -> Tensors:
     """Return the tensors outside the layers. A tied output projection is the embedding again."""
     vocab, hidden = spec.vocab_size, spec.hidden_size
-    head = "embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"
+    embedding = ("embed_tokens.weight", "embeddings.weight")
     tensors = {
-        "embedding": TensorRef(("embed_tokens.weight",), (vocab, hidden)),
-        "lm_head": TensorRef((head,), (vocab, hidden)),
+        "embedding": TensorRef(embedding, (vocab, hidden)),
+        "lm_head": TensorRef(embedding if spec.tie_embeddings else ("lm_head.weight",), (vocab, hidden)),
     }
     if spec.lm_head_bias:
         tensors["lm_head.bias"] = TensorRef(("lm_head.bias",), (vocab,))
-    return tensors | _norm(spec, "norm", "norm")
+    return tensors | _norm(spec, "norm", "norm", "norm_f")
 
 
 def layer_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     """Return the tensors of one layer except its experts."""
     prefix = f"layers.{layer}"
-    tensors = _norm(spec, "input_norm", f"{prefix}.input_layernorm")
-    tensors |= _norm(spec, "post_norm", f"{prefix}.post_attention_layernorm")
-    attention = spec.attention
-    if spec.delta_net is not None and spec.is_recurrent(layer):
-        tensors |= _delta_net(spec.delta_net, spec.hidden_size, f"{prefix}.linear_attn")
-    elif isinstance(attention, MlaSpec):
-        tensors |= _mla(attention, spec.hidden_size, f"{prefix}.self_attn")
-    else:
-        tensors |= _gqa(attention, spec.hidden_size, f"{prefix}.self_attn")
+    tensors = _norm(spec, "input_norm", f"{prefix}.input_layernorm", f"{prefix}.norm")
+    if spec.has("mixer", layer):
+        tensors |= _mixer(spec, layer, prefix)
+    if not spec.has("block", layer):
+        return tensors
+    if spec.added_norms:
+        tensors |= _norm(spec, "after_mixer", f"{prefix}.post_attention_layernorm")
+        tensors |= _norm(spec, "post_norm", f"{prefix}.pre_feedforward_layernorm")
+        tensors |= _norm(spec, "after_block", f"{prefix}.post_feedforward_layernorm")
+    elif not spec.single_parts:
+        tensors |= _norm(spec, "post_norm", f"{prefix}.post_attention_layernorm")
+    if spec.layer_scales:
+        tensors["scale"] = TensorRef((f"{prefix}.layer_scalar",), (1,))
     if spec.moe is not None and spec.sparse_layers[layer]:
-        return tensors | _moe(spec.moe, spec.hidden_size, prefix)
-    return tensors | _mlp("", (f"{prefix}.mlp",), spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+        return tensors | _moe(spec.moe, spec.hidden_size, prefix) | _moe_norms(spec, spec.moe, prefix)
+    sizes = spec.hidden_size, spec.intermediate_size
+    return tensors | _mlp("", (f"{prefix}.mlp", f"{prefix}.mixer"), *sizes, spec.mlp_bias, spec.activation.is_gated)
+
+
+def _mixer(spec: DecoderSpec, layer: int, prefix: str) -> Tensors:
+    attention, recurrent, hidden = spec.attention_of(layer), spec.recurrent, spec.hidden_size
+    if recurrent is not None and spec.is_recurrent(layer):
+        if isinstance(recurrent, MambaSpec):
+            return _mamba(recurrent, hidden, f"{prefix}.mixer")
+        return _delta_net(recurrent, hidden, f"{prefix}.linear_attn")
+    if isinstance(attention, MlaSpec):
+        return _mla(attention, hidden, f"{prefix}.self_attn")
+    return _gqa(attention, hidden, (f"{prefix}.self_attn", f"{prefix}.mixer"))
 
 
 def _linear(key: str, names: tuple[str, ...], rows: int, columns: int, bias: bool) -> Tensors:
@@ -434,27 +471,32 @@ def _linear(key: str, names: tuple[str, ...], rows: int, columns: int, bias: boo
     return tensors
 
 
-def _norm(spec: DecoderSpec, key: str, name: str) -> Tensors:
-    tensors = {key: TensorRef((f"{name}.weight",), (spec.hidden_size,))}
+def _norm(spec: DecoderSpec, key: str, *names: str) -> Tensors:
+    tensors = {key: TensorRef(tuple(f"{name}.weight" for name in names), (spec.hidden_size,))}
     if spec.norm == "layer":
-        tensors[f"{key}.bias"] = TensorRef((f"{name}.bias",), (spec.hidden_size,))
+        tensors[f"{key}.bias"] = TensorRef(tuple(f"{name}.bias" for name in names), (spec.hidden_size,))
     return tensors
 
 
-def _gqa(attention: AttentionSpec, hidden: int, prefix: str) -> Tensors:
+def _gqa(attention: AttentionSpec, hidden: int, prefixes: tuple[str, ...]) -> Tensors:
+    def named(name: str) -> tuple[str, ...]:
+        return tuple(f"{prefix}.{name}" for prefix in prefixes)
+
     q_size = attention.num_heads * attention.head_dim
     kv_size = attention.num_kv_heads * attention.head_dim
     tensors: Tensors = {}
-    for key, rows in (("q", q_size * (1 + attention.gated)), ("k", kv_size), ("v", kv_size)):
-        tensors |= _linear(key, (f"{prefix}.{key}_proj",), rows, hidden, attention.qkv_bias)
-    tensors |= _linear("o", (f"{prefix}.o_proj",), hidden, q_size, attention.out_bias)
+    of_values = "k_proj" if attention.keys_are_values else "v_proj"
+    parts = (("q", "q_proj", q_size * (1 + attention.gated)), ("k", "k_proj", kv_size), ("v", of_values, kv_size))
+    for key, name, rows in parts:
+        tensors |= _linear(key, named(name), rows, hidden, attention.qkv_bias)
+    tensors |= _linear("o", named("o_proj"), hidden, q_size, attention.out_bias)
     if attention.qk_norm != "none":
         flat = attention.qk_norm == "flat"
         for key, rows in (("q", q_size), ("k", kv_size)):
             shape = (rows if flat else attention.head_dim,)
-            tensors[f"{key}_norm"] = TensorRef((f"{prefix}.{key}_norm.weight",), shape)
+            tensors[f"{key}_norm"] = TensorRef(named(f"{key}_norm.weight"), shape)
     if attention.sinks:
-        tensors["sinks"] = TensorRef((f"{prefix}.sinks",), (attention.num_heads,))
+        tensors["sinks"] = TensorRef(named("sinks"), (attention.num_heads,))
     return tensors
 
 
@@ -490,39 +532,74 @@ def _delta_net(net: DeltaNetSpec, hidden: int, prefix: str) -> Tensors:
     return tensors
 
 
-def _mlp(key: str, prefixes: tuple[str, ...], hidden: int, width: int, bias: bool) -> Tensors:
+def _mamba(mamba: MambaSpec, hidden: int, prefix: str) -> Tensors:
+    rows, heads = mamba.channels + mamba.conv_channels + mamba.num_heads, mamba.num_heads
+    tensors = _linear("projections", (f"{prefix}.in_proj",), rows, hidden, mamba.bias)
+    tensors |= _linear("out", (f"{prefix}.out_proj",), hidden, mamba.channels, mamba.bias)
+    tensors["conv"] = TensorRef((f"{prefix}.conv1d.weight",), (mamba.conv_channels, mamba.conv_width))
+    if mamba.conv_bias:
+        tensors["conv.bias"] = TensorRef((f"{prefix}.conv1d.bias",), (mamba.conv_channels,))
+    for key, name in (("decay", "A_log"), ("step_bias", "dt_bias"), ("skip", "D")):
+        tensors[key] = TensorRef((f"{prefix}.{name}",), (heads,))
+    tensors["gated_norm"] = TensorRef((f"{prefix}.norm.weight",), (mamba.channels,))
+    return tensors
+
+
+def _mlp(key: str, prefixes: tuple[str, ...], hidden: int, width: int, bias: bool, is_gated: bool = True) -> Tensors:
     tensors: Tensors = {}
-    for part, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
+    parts = (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width))
+    for part, rows, columns in parts if is_gated else parts[1:]:
         names = tuple(f"{prefix}.{part}_proj" for prefix in prefixes)
         tensors |= _linear(f"{key}{part}", names, rows, columns, bias)
     return tensors
 
 
 def _moe(moe: MoeSpec, hidden: int, prefix: str) -> Tensors:
-    blocks = tuple(f"{prefix}.{block}" for block in _MOE_PREFIXES)
+    blocks = _moe_blocks(prefix)
 
     def under(*suffixes: str) -> tuple[str, ...]:
         return tuple(f"{block}.{suffix}" for block in blocks for suffix in suffixes)
 
-    tensors = _linear("moe_gate", under("gate", "router", "router.layer"), moe.num_experts, hidden, moe.gate_bias)
+    tensors = _linear(
+        "moe_gate", under("gate", "router", "router.layer", "router.proj"), moe.num_experts, hidden, moe.gate_bias
+    )
     if moe.correction_bias:
         places = ("gate.", "", "moe_statics.", "gate.moe_statics.")
         names = under(*(f"{place}e_score_correction_bias" for place in places))
         tensors["correction_bias"] = TensorRef(names, (moe.num_experts,))
+    if moe.expert_scales:
+        tensors["expert_scales"] = TensorRef((f"{prefix}.router.per_expert_scale",), (moe.num_experts,))
     if moe.shared is not None:
-        names = under("shared_experts", "shared_expert")
-        tensors |= _mlp("shared.", names, hidden, moe.shared.intermediate_size, moe.shared.bias)
+        names = (f"{prefix}.mlp",) if moe.own_norms else under("shared_experts", "shared_expert")
+        sizes = hidden, moe.shared.intermediate_size
+        tensors |= _mlp("shared.", names, *sizes, moe.shared.bias, moe.activation.is_gated)
         if moe.shared.gated:
             tensors |= _linear("shared_gate", under("shared_expert_gate"), 1, hidden, False)
     return tensors
 
 
+def _moe_norms(spec: DecoderSpec, moe: MoeSpec, prefix: str) -> Tensors:
+    """Return the norms inside a block of experts."""
+    if not moe.own_norms:
+        return {}
+    return {
+        "gate_scales": TensorRef((f"{prefix}.router.scale",), (spec.hidden_size,)),
+        **_norm(spec, "experts_norm", f"{prefix}.pre_feedforward_layernorm_2"),
+        **_norm(spec, "after_experts", f"{prefix}.post_feedforward_layernorm_2"),
+        **_norm(spec, "after_shared", f"{prefix}.post_feedforward_layernorm_1"),
+    }
+
+
+def _moe_blocks(prefix: str) -> tuple[str, ...]:
+    """Return the names that a block of experts may have in a layer; its parts may also lie in the layer itself."""
+    return (*(f"{prefix}.{block}" for block in _MOE_PREFIXES), prefix)
+
+
 def _split_expert_tensors(spec: DecoderSpec, layer: int, expert: int) -> Tensors:
     """Return one expert that is stored by itself: ``gate`` and ``up`` [I, H], ``down`` [H, I]."""
     assert spec.moe is not None
-    hidden, width = spec.hidden_size, spec.moe.intermediate_size
-    blocks = tuple(f"layers.{layer}.{block}.experts.{expert}" for block in _MOE_PREFIXES)
-    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    blocks = tuple(f"{block}.experts.{expert}" for block in _moe_blocks(f"layers.{layer}"))
+    shapes = _projection_shapes(spec.moe, spec.hidden_size)
     forms = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
     return {
         key: TensorRef(tuple(f"{block}.{form}.weight" for block in blocks for form in forms[key]), shape)
@@ -530,15 +607,23 @@ def _split_expert_tensors(spec: DecoderSpec, layer: int, expert: int) -> Tensors
     }
 
 
+def _projection_shapes(moe: MoeSpec, hidden: int) -> dict[str, tuple[int, int]]:
+    """Return the shape of each projection of an expert."""
+    width = moe.intermediate_size
+    first = ("gate", "up") if moe.activation.is_gated else ("up",)
+    return {**dict.fromkeys(first, (width, hidden)), "down": (hidden, width)}
+
+
 def fused_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
-    """Return the tensors that hold all experts of a layer: ``gate_up`` [E, 2I, H] and ``down`` [E, H, I].
+    """Return the tensors that hold all experts of a layer: ``gate_up`` [E, 2I, H], without a gate [E, I, H], and
+    ``down`` [E, H, I].
 
     If the spec says so, they are transposed with alternating gate and up channels: [E, H, 2I] and [E, I, H].
     """
     moe = spec.moe
     assert moe is not None
     count, hidden, width = moe.num_experts, spec.hidden_size, moe.intermediate_size
-    blocks = tuple(f"layers.{layer}.{block}" for block in _MOE_PREFIXES)
+    blocks = _moe_blocks(f"layers.{layer}")
 
     def names(*suffixes: str) -> tuple[str, ...]:
         return tuple(f"{block}.{suffix}" for block in blocks for suffix in suffixes)
@@ -546,8 +631,10 @@ def fused_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     flip = -1 if moe.transposed_experts else 1
     tensors = {
         "gate_up": TensorRef(
-            names("experts.gate_up_proj", "experts.gate_up_proj.weight", "input_linear.weight"),
-            (count, *(2 * width, hidden)[::flip]),
+            names("experts.gate_up_proj", "experts.gate_up_proj.weight", "input_linear.weight")
+            if moe.activation.is_gated
+            else names("experts.up_proj", "experts.up_proj.weight"),
+            (count, *((1 + moe.activation.is_gated) * width, hidden)[::flip]),
         ),
         "down": TensorRef(
             names("experts.down_proj", "experts.down_proj.weight", "output_linear.weight"),
@@ -564,13 +651,12 @@ def stacked_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     """Return the tensors that hold one projection of all experts: ``gate``, ``up`` [E, I, H] and ``down`` [E, H, I]."""
     moe = spec.moe
     assert moe is not None
-    count, hidden, width = moe.num_experts, spec.hidden_size, moe.intermediate_size
-    tensors = {}
-    for key, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
-        name = f"layers.{layer}.mlp.experts.{key}_proj"
-        tensors[key] = TensorRef((f"{name}.weight",), (count, *shape))
+    tensors, count = {}, moe.num_experts
+    for key, shape in _projection_shapes(moe, spec.hidden_size).items():
+        names = tuple(f"{block}.experts.{key}_proj" for block in _moe_blocks(f"layers.{layer}"))
+        tensors[key] = TensorRef(tuple(f"{name}.weight" for name in names), (count, *shape))
         if moe.expert_bias:
-            tensors[f"{key}.bias"] = TensorRef((f"{name}.bias",), (count, shape[0]))
+            tensors[f"{key}.bias"] = TensorRef(tuple(f"{name}.bias" for name in names), (count, shape[0]))
     return tensors
 
 

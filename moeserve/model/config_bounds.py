@@ -76,6 +76,8 @@ _ROPE_NUMBERS: dict[str, tuple[float, float]] = {
     "beta_fast": (-1e-9, 1e6),  # A zero means "not given".
     "beta_slow": (-1e-9, 1e6),
 }
+# Bounds of Mamba's time steps.
+_MAY_BE_INFINITE = frozenset(("time_step_limit",))
 _ROPE_TABLES = ("rope_parameters", "rope_scaling")
 
 
@@ -147,10 +149,20 @@ def _check_tree(value: Any, name: str, depth: int) -> None:
         raise ModelError(f"The configuration's {name[:60]} has {len(value)} entries; at most {_MAX_ENTRIES} are read.")
     if isinstance(value, Mapping):
         for key, part in value.items():
-            _check_tree(part, str(key), depth + 1)
+            if key not in _MAY_BE_INFINITE:
+                _check_tree(part, str(key), depth + 1)
     elif isinstance(value, list):
         for part in value:
             _check_tree(part, name, depth + 1)
+
+
+def with_special_floats(value: Any) -> Any:
+    """Replace the objects by which transformers writes infinite numbers into JSON."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return {"Infinity": float("inf"), "-Infinity": float("-inf")}.get(value["__float__"], value)
+        return {name: with_special_floats(part) for name, part in value.items()}
+    return [with_special_floats(part) for part in value] if isinstance(value, list) else value
 
 
 def _shown(value: Any) -> str:

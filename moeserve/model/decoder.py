@@ -22,6 +22,7 @@ from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormW
 from kernels.state_rows import StateRows
 from kernels.weight_formats import Matrix
 from moeserve.model.delta_net import GatedDeltaNet
+from moeserve.model.mamba import Mamba2
 from moeserve.model.norms_over_ranks import NormsOverRanks, Partners
 from moeserve.model.rope import rope_frequencies
 from moeserve.model.shards import Shard
@@ -38,9 +39,9 @@ class GqaAttention:
     """Multi-head attention with shared key-value heads; queries, keys and values come from one packed projection.
 
     qkv: rows of all query heads, then key heads, then value heads, then the gates of all query heads if there are any.
-    q_norm, k_norm: weights of ``head`` ([D]) or ``flat`` norms. sinks: [H]. partners: the ranks that have the other
-    heads, None if all are here. block: all of it as one call of the compiled kernels, None where they do not compute
-    it.
+    q_norm, k_norm: weights of ``head`` ([D]) or ``flat`` norms. v_norm: [D], beside ``head`` norms. sinks: [H].
+    partners: the ranks that have the other heads, None if all are here. block: all of it as one call of the compiled
+    kernels, None where they do not compute it.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class GqaAttention:
         eps: float,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
+        v_norm: Tensor | None = None,
         sinks: Tensor | None = None,
         partners: Partners | None = None,
     ) -> None:
@@ -63,12 +65,12 @@ class GqaAttention:
         self._width = self._num_heads * spec.head_dim
         self._window, self._interleaved, self._eps, self._sinks = window, interleaved, eps, sinks
         self._flat_norms: tuple[NormWeights, ...] = ()
-        self._head_norms: tuple[Tensor, Tensor] | None = None
+        self._head_norms: tuple[Tensor, ...] | None = None
         if q_norm is not None and k_norm is not None:
             if spec.qk_norm == "flat":
                 self._flat_norms = (NormWeights(q_norm, None, eps), NormWeights(k_norm, None, eps))
             else:
-                self._head_norms = (q_norm, k_norm)
+                self._head_norms = (q_norm, k_norm) if v_norm is None else (q_norm, k_norm, v_norm)
         self._norms_over_ranks: NormsOverRanks | None = None
         if partners is not None and self._flat_norms:
             self._norms_over_ranks = NormsOverRanks(spec, ops, partners, *self._flat_norms)
@@ -269,25 +271,40 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """A mixer of tokens and a feed-forward block, each behind a norm and added to the residual stream."""
+    """A mixer of tokens and a feed-forward block, each behind a norm and added to the residual stream.
+
+    A layer may lack one of the two; then `input_norm` is the norm before the other, and `post_norm` is None.
+    after_mixer, after_block: norms of what is added, None without them. scale: of the stream behind the layer.
+    """
 
     input_norm: NormWeights
-    mixer: GqaAttention | MlaAttention | GatedDeltaNet
-    post_norm: NormWeights
-    block: MoeLayer | GatedBlock
+    mixer: GqaAttention | MlaAttention | GatedDeltaNet | Mamba2 | None
+    post_norm: NormWeights | None
+    block: MoeLayer | GatedBlock | None
+    after_mixer: NormWeights | None = None
+    after_block: NormWeights | None = None
+    scale: float = 1.0
+
+    @property
+    def gate_norm(self) -> NormWeights:
+        """The norm before the gate of the layer's experts."""
+        own = self.block.gate_norm if isinstance(self.block, MoeLayer) else None
+        return own or self.post_norm or self.input_norm
 
     def feed_forward(self, x: Tensor, num_valid: Tensor | None, residual: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]. Rows from `num_valid` on are padding. residual: the stream before the norm."""
         block = self.block
+        assert block is not None
         return block(x, num_valid, residual) if isinstance(block, MoeLayer) else block(x)
 
     def native(self, next_norm: NormWeights, *, is_windowed: bool) -> LayerParts | None:
         """Return the layer's parts if the compiled kernels compute all of them."""
         attention = self.mixer.block if isinstance(self.mixer, GqaAttention) else None
-        experts = self.block.native() if isinstance(self.block, MoeLayer) else None
-        if attention is None or experts is None:
+        block = self.block.native() if isinstance(self.block, MoeLayer) else None
+        if attention is None or block is None or self.post_norm is None:
             return None
-        return LayerParts(attention, *experts, self.post_norm, next_norm, is_windowed)
+        inner = self.after_mixer, self.after_block
+        return LayerParts(attention, block, self.post_norm, next_norm, *inner, self.scale, is_windowed)
 
 
 class MtpLayer:
@@ -321,6 +338,8 @@ class MtpLayer:
         ops, layer = self._ops, self._layer
         both = [ops.norm(embedded, self._embedding_norm), ops.norm(states, self._hidden_norm)]
         residual = self._projection(torch.cat(both, -1))
+        assert layer.mixer is not None
+        assert layer.post_norm is not None
         out = layer.mixer(ops.norm(residual, layer.input_norm), step, *pools)
         out, residual = out.index_select(0, rows), residual.index_select(0, rows)
         if not rows.shape[0]:
@@ -386,7 +405,10 @@ class Decoder:
         # The norm after each layer's second sum.
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), norm)
         self._lm_head = lm_head
-        self._rope = RopeTable(spec.rope, max_model_len, torch.float32 if ops.wide_angles else dtype, ops.device)
+        angles = torch.float32 if ops.wide_angles else dtype
+        self._rope = RopeTable(spec.rope, max_model_len, angles, ops.device)
+        window_rope = spec.window_rope
+        self._window_rope = None if window_rope is None else RopeTable(window_rope, max_model_len, angles, ops.device)
         self._observers = observers
         one_call = dtype is torch.float32 and partners is None
         self._native = _native_layers(spec, self._layers, self._next_norms) if one_call else None
@@ -401,7 +423,7 @@ class Decoder:
 
     def gated_blocks(self) -> list[tuple[MoeLayer, Tensor]]:
         """Return the blocks with experts, each with the weight [hidden] of the norm before it."""
-        return [(layer.block, layer.post_norm.weight) for layer in self._layers if isinstance(layer.block, MoeLayer)]
+        return [(layer.block, layer.gate_norm.weight) for layer in self._layers if isinstance(layer.block, MoeLayer)]
 
     def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools:
         return pools_by_layer(self.spec, kv_layers, state_pool)
@@ -413,10 +435,12 @@ class Decoder:
     def logits(self, states: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab]."""
         assert self._lm_head is not None, "another stage has the output projection"
-        logits = self._lm_head(states)
+        logits, spec = self._lm_head(states), self.spec
         if self._partners is not None:
             logits = self._join_logits(self._partners, logits)
-        return logits if self.spec.logit_divisor == 1.0 else logits.div_(self.spec.logit_divisor)
+        if spec.logit_divisor != 1.0:
+            logits.div_(spec.logit_divisor)
+        return logits if spec.logit_softcap is None else self.ops.softcap(logits, spec.logit_softcap)
 
     def _join_logits(self, partners: Partners, logits: Tensor) -> Tensor:
         """Return the logits [S, vocab] of all ranks, of which this one has some columns."""
@@ -455,9 +479,7 @@ class Decoder:
         The stream is overwritten: where all rows need logits, it is the one behind the last layer.
         """
         spec, ops, rows, num_valid = self.spec, self.ops, batch.logit_rows, batch.num_valid
-        step = windowed = StepInputs(*self._rope(batch.positions), batch.attention, batch.states)
-        if batch.window_attention is not None:
-            windowed = StepInputs(step.cos, step.sin, batch.window_attention, batch.states)
+        step, windowed = self._step_inputs(batch)
         normed = ops.norm(residual, self._layers[0].input_norm)
         if (
             self._native is not None
@@ -472,23 +494,41 @@ class Decoder:
         for number, (layer, (keys, values), next_norm) in enumerate(
             zip(self._layers, kv_pools[: len(self._layers)], self._next_norms, strict=True)
         ):
-            out = layer.mixer(normed, step if spec.windows[number] is None else windowed, keys, values)
+            added = None
+            if layer.mixer is not None:
+                added = layer.mixer(normed, step if spec.windows[number] is None else windowed, keys, values)
+                if layer.after_mixer is not None:
+                    added = ops.norm(added, layer.after_mixer)
             if number == last and rows is not None:
                 # From here on a row meets no other row.
-                out, residual, num_valid = out.index_select(0, rows), residual.index_select(0, rows), None
+                residual, num_valid = residual.index_select(0, rows), None
                 if not rows.shape[0]:
                     _serve_others(layer, residual)
                     return residual
-            if partners is not None:
-                out = partners.add_up(out)
-            normed = ops.norm_of_sum(out, residual, layer.post_norm, multiplier)
-            out = layer.feed_forward(normed, num_valid, residual)
-            if partners is not None:
-                out = partners.add_up(out)
-            normed = ops.norm_of_sum(out, residual, next_norm, multiplier)
+                normed = normed.index_select(0, rows)
+                added = None if added is None else added.index_select(0, rows)
+            if added is not None:
+                if partners is not None:
+                    added = partners.add_up(added)
+                normed = ops.norm_of_sum(added, residual, layer.post_norm or next_norm, multiplier)
+            if layer.block is not None:
+                added = layer.feed_forward(normed, num_valid, residual)
+                if partners is not None:
+                    added = partners.add_up(added)
+                if layer.after_block is not None:
+                    added = ops.norm(added, layer.after_block)
+                normed = ops.norm_of_sum(added, residual, next_norm, multiplier, layer.scale)
             for observer in self._observers:
                 observer.passed()
         return normed
+
+    def _step_inputs(self, batch: ForwardBatch) -> tuple[StepInputs, StepInputs]:
+        """Return the inputs of layers without a window, and of those with one."""
+        step = StepInputs(*self._rope(batch.positions), batch.attention, batch.states)
+        if self._window_rope is None and batch.window_attention is None:
+            return step, step
+        cos, sin = (step.cos, step.sin) if self._window_rope is None else self._window_rope(batch.positions)
+        return step, StepInputs(cos, sin, batch.window_attention or batch.attention, batch.states)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         assert self._embedding is not None, "another stage has the embedding"

@@ -24,8 +24,9 @@ _AT_ONCE = 1 << 24
 # Multiplier and shift of each round of lowbias32 (Wellons, "Prospecting for hash functions", 2018).
 _ROUNDS = ((0x7FEB352D, 15), (0x846CA68B, 16))
 _MASK = 0xFFFFFFFF
-# The spread of vectors; those of norms are near 1, others near 0.
+# The spread of vectors; those of norms and factors are near 1, others near 0.
 _SMALL = 0.1
+_FACTORS = ("scale", "scalar")
 
 
 def is_dummy_folder(directory: Path) -> bool:
@@ -52,13 +53,13 @@ def is_dummy(info: TensorInfo) -> bool:
 def draw_into(name: str, info: TensorInfo, out: Tensor, row: int | None = None) -> None:
     """Fill `out` with the numbers of a tensor, or of one row of its first dimension: uniform, of variance 1 / columns.
 
-    Vectors are near 1 for norms and near 0 for others.
+    Vectors are near 1 for norms and factors, and near 0 for others.
     """
     import torch  # Imported late: indices are read without it.
 
     columns = info.shape[-1]
     spread = (3 / columns) ** 0.5 if len(info.shape) > 1 else _SMALL
-    centre = 1.0 if len(info.shape) == 1 and "norm" in name else 0.0
+    centre = 1.0 if len(info.shape) == 1 and ("norm" in name or name.endswith(_FACTORS)) else 0.0
     seed = int.from_bytes(sha256(name.encode()).digest()[:4], "little")
     first = 0 if row is None else row * out.numel()
     drawn = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)

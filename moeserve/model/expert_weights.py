@@ -157,15 +157,16 @@ class ExpertReader:
         if self._keeps_stored:
             return *self._read_stored(self.owned[place]), *self._read_biases(self._plan.tensors[0], self.owned[place])
         hidden, width, dtype = self.shape.hidden_size, self.shape.intermediate_size, self.shape.weight_dtype
-        gate_up, down = torch.empty((2 * width, hidden), dtype=dtype), torch.empty((hidden, width), dtype=dtype)
+        rows = self.shape.gate_up_rows
+        gate_up, down = torch.empty((rows, hidden), dtype=dtype), torch.empty((hidden, width), dtype=dtype)
         tensors, expert = self._plan.tensors[place if self._plan.storage == "split" else 0], self.owned[place]
         if self._plan.storage == "split":
-            self._reader.read_into(tensors["gate"], gate_up[:width])
-            self._reader.read_into(tensors["up"], gate_up[width:])
+            for part, key in enumerate(self._first_keys(tensors)):
+                self._reader.read_into(tensors[key], gate_up[part * width :][:width])
             self._reader.read_into(tensors["down"], down)
         elif self._plan.storage == "stacked":
-            self._reader.read_expert_into(tensors["gate"], expert, gate_up[:width])
-            self._reader.read_expert_into(tensors["up"], expert, gate_up[width:])
+            for part, key in enumerate(self._first_keys(tensors)):
+                self._reader.read_expert_into(tensors[key], expert, gate_up[part * width :][:width])
             self._reader.read_expert_into(tensors["down"], expert, down)
         elif self._plan.storage == "mxfp4":
             # The file holds [I, (gate, up), H] and [H, I].
@@ -191,11 +192,16 @@ class ExpertReader:
             return first.rows(turns), down
         return self._read_matrices(tensors, expert)
 
+    @staticmethod
+    def _first_keys(tensors: Mapping[str, StoredTensor]) -> list[str]:
+        """Return the keys of the parts of an expert's first matrix."""
+        return [key for key in ("gate", "up", "gate_up") if key in tensors]
+
     def _read_matrices(
         self, tensors: Mapping[str, StoredTensor], expert: int | None = None
     ) -> tuple[QuantizedRows, QuantizedRows]:
         """expert: of tensors that hold all experts, None if they hold one."""
-        keys = [key for key in ("gate", "up", "gate_up") if key in tensors]
+        keys = self._first_keys(tensors)
         gate_up = joined_rows([self._reader.read_quantised(tensors[key], expert) for key in keys])
         if gate_up is None:
             raise CheckpointError(f"{tensors[keys[0]].name} orders its columns otherwise than {tensors[keys[1]].name}.")
@@ -206,7 +212,7 @@ class ExpertReader:
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
         if not self.shape.has_bias:
             return None, None
-        gate_up_bias = torch.empty(2 * self.shape.intermediate_size, dtype=self.shape.dtype)
+        gate_up_bias = torch.empty(self.shape.gate_up_rows, dtype=self.shape.dtype)
         down_bias = torch.empty(self.shape.hidden_size, dtype=self.shape.dtype)
         if self._plan.storage == "stacked":
             for key, half in zip(("gate.bias", "up.bias"), _halves(gate_up_bias), strict=True):
@@ -265,6 +271,7 @@ def expert_shape(spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype, round
         arithmetic=rounding.arithmetic,
         has_order=is_kept and formats is not None and _has_order(plan),
         narrow_rows=rounding.narrow,
+        is_gated=spec.moe.activation.is_gated,
         is_fine=has_fine_experts(plan.layer, spec.num_layers),
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.specs import Activation, ActivationKind, GateSpec
-from moeserve.model.config_bounds import check_numbers
+from moeserve.model.config_bounds import check_numbers, with_special_floats
 from moeserve.model.files import read_json, read_text
 from moeserve.model.packed.config import described_quantization, quantization_spec
 from moeserve.model.rope import parse_rope, rope_frequencies, yarn_softmax_multiplier
@@ -21,6 +21,7 @@ from moeserve.model.spec import (
     AttentionSpec,
     DecoderSpec,
     DeltaNetSpec,
+    MambaSpec,
     MlaSpec,
     ModelError,
     MoeSpec,
@@ -34,7 +35,7 @@ Config = Mapping[str, Any]
 # The layers of these types carry a state from token to token in ways that the decoder does not compute.
 _RECURRENT = frozenset((
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "recurrent_gemma", "rwkv", "zamba", "zamba2",
+    "lfm2_moe", "mamba", "mamba2", "minimax", "recurrent_gemma", "rwkv", "zamba", "zamba2",
 ))  # fmt: skip
 
 # transformers does not know these types, so it cannot fill in defaults: their configurations must be complete.
@@ -65,28 +66,37 @@ def load_config(directory: Path) -> dict[str, Any]:
     quantization = described_quantization(directory, raw)
     quantization_spec(quantization)  # Before transformers' classes fail at one that is none.
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(raw).to_dict()
+        config = CONFIG_MAPPING[model_type].from_dict(with_special_floats(raw)).to_dict()
     except Exception as error:  # Each configuration class has its own validators with their own exception types.
         reason = " ".join(str(error).split())
         raise ModelError(f"{path} is not a valid {model_type} configuration: {reason.removesuffix('.')}.") from error
     return {**config, "quantization_config": quantization}
 
 
-def read_model_type(directory: Path) -> object:
-    """Return the model_type in the folder's ``config.json``. Raise ModelError for a missing or invalid file."""
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the folder's ``config.json`` as it is. Raise ModelError for a missing or invalid file."""
     path = directory / "config.json"
     if not path.exists():
         raise ModelError(f"There is no config.json in {directory}.")
-    return read_json(path).get("model_type")
+    return read_json(path)
 
 
 def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted(_BUILDERS))
 
 
-def is_native(model_type: object, model_impl: str) -> bool:
-    """Return whether a type is computed by our own decoder. model_impl: `--model-impl`."""
-    return model_impl == "native" or (model_impl == "auto" and isinstance(model_type, str) and model_type in _BUILDERS)
+def is_native(config: Config, model_impl: str) -> bool:
+    """Return whether a model is computed by our own decoder. config: as its folder has it. model_impl: `--model-impl`.
+
+    Of some types it computes a part of the models.
+    """
+    if model_impl != "auto":
+        return model_impl == "native"
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _BUILDERS:
+        return False
+    obstacle = _OBSTACLES.get(model_type)
+    return obstacle is None or obstacle(config) is None
 
 
 def check_model_type(model_type: object) -> str:
@@ -125,26 +135,30 @@ def build_spec(config: Config) -> DecoderSpec:
 
 def _check_frequencies(spec: DecoderSpec) -> None:
     """Raise ValueError or ArithmeticError if the rotation is not finite for short or for long contexts."""
-    for max_model_len in (spec.longest_context(None), spec.max_position):
-        frequencies = rope_frequencies(spec.rope, max_model_len)
-        if not all(map(math.isfinite, (frequencies.scale, *frequencies.inverse))):
-            raise ValueError("its rotary embedding is not finite")
+    ropes = [spec.rope] if spec.window_rope is None else [spec.rope, spec.window_rope]
+    for rope in ropes:
+        for max_model_len in (spec.longest_context(None), spec.max_position):
+            frequencies = rope_frequencies(rope, max_model_len)
+            if not all(map(math.isfinite, (frequencies.scale, *frequencies.inverse))):
+                raise ValueError("its rotary embedding is not finite")
 
 
 def _check(spec: DecoderSpec) -> None:
     moe = spec.moe
-    for part in (spec, spec.attention, moe, moe and moe.gate, moe and moe.shared):
+    for part in (spec, spec.attention, spec.window_attention, moe, moe and moe.gate, moe and moe.shared):
         _check_whole_numbers(spec.model_type, part)
     if spec.rope.rotary_dim % 2:
         raise ModelError(f"The rotary dimension {spec.rope.rotary_dim} is odd.")
-    attention = spec.attention
-    if isinstance(attention, AttentionSpec) and attention.num_heads % attention.num_kv_heads:
-        raise ModelError(f"{attention.num_heads} heads cannot share {attention.num_kv_heads} key-value heads.")
-    net = spec.delta_net
-    if net is not None and net.num_value_heads % net.num_key_heads:
+    for attention in (spec.attention, spec.window_attention):
+        if isinstance(attention, AttentionSpec) and attention.num_heads % attention.num_kv_heads:
+            raise ModelError(f"{attention.num_heads} heads cannot share {attention.num_kv_heads} key-value heads.")
+    net = spec.recurrent
+    if isinstance(net, DeltaNetSpec) and net.num_value_heads % net.num_key_heads:
         raise ModelError(f"{net.num_value_heads} value heads cannot share {net.num_key_heads} key heads.")
-    if net is not None and spec.activation.kind != "silu":
+    if isinstance(net, DeltaNetSpec) and spec.activation.kind != "silu":
         raise UnsupportedModel(f"Gated delta nets with the activation {spec.activation.kind!r} are not supported.")
+    if isinstance(net, MambaSpec) and (net.num_groups < 1 or net.num_heads % net.num_groups):
+        raise ModelError(f"{net.num_heads} Mamba heads cannot share {net.num_groups} groups.")
     if moe is None:
         return
     gate, experts = moe.gate, moe.num_experts
@@ -348,6 +362,117 @@ def _inside(build: Callable[[Config], DecoderSpec]) -> Callable[[Config], Decode
     return build_inner
 
 
+def _gemma4_text(c: Config) -> DecoderSpec:
+    if (obstacle := _gemma4_obstacle(c)) is not None:
+        raise UnsupportedModel(f"Models of type {c['model_type']!r} with {obstacle} are not computed by our own code.")
+    base = {**c, "hidden_act": c["hidden_activation"]}
+    spec = _base(
+        {**base, "rope_parameters": c["rope_parameters"]["sliding_attention"]},
+        added_norms=True,
+        layer_scales=True,
+        embedding_multiplier=c["hidden_size"] ** 0.5,
+        logit_softcap=None if c.get("final_logit_softcapping") is None else float(c["final_logit_softcapping"]),
+    )
+    spec = _with_attention(_with_attention_bias(spec, c), scale=1.0, qk_norm="head", value_norm=True)
+    narrow, types = spec.attention, _layer_types(c["layer_types"], spec, "sliding_attention")
+    assert isinstance(narrow, AttentionSpec)
+    wide = _gemma4_wide_layers(c, types)
+    head_dim = wide.get("head_dim", narrow.head_dim)
+    spec = replace(
+        spec,
+        attention=replace(
+            narrow,
+            head_dim=head_dim,
+            num_kv_heads=wide.get("num_key_value_heads", narrow.num_kv_heads),
+            keys_are_values=bool(c.get("attention_k_eq_v")),
+        ),
+        rope=parse_rope(
+            c["rope_parameters"]["full_attention"], rotary_dim=head_dim, max_position=c["max_position_embeddings"]
+        ),
+        windows=tuple(c["sliding_window"] if kind == "sliding_attention" else None for kind in types),
+        window_attention=narrow,
+        window_rope=spec.rope,
+    )
+    if not c.get("enable_moe_block"):
+        return spec
+    moe = MoeSpec(
+        c["num_experts"],
+        c["moe_intermediate_size"],
+        GateSpec(c["top_k_experts"], renormalise=True),
+        spec.activation,
+        own_norms=True,
+        expert_scales=True,
+        shared=SharedExpertSpec(c["intermediate_size"]),
+    )
+    return _with_experts(spec, moe)
+
+
+def _gemma4_wide_layers(c: Config, types: Sequence[str]) -> Config:
+    """Return what layers without a window have of their own; transformers' classes list it by layer."""
+    by_layer = c.get("per_layer_config") or {}
+    wide = [number for number, kind in enumerate(types) if kind == "full_attention"]
+    found: list[Config] = [by_layer.get(number) or by_layer.get(str(number)) or {} for number in wide]
+    if any(own != found[0] for own in found):
+        raise ModelError("The layers without a window of this gemma4 model differ from each other.")
+    return found[0] if found else {}
+
+
+def _gemma4_obstacle(c: Config) -> str | None:
+    """Return the part of a Gemma 4 that our own code does not compute, None if it computes all.
+
+    c: complete, or as a folder has it.
+    """
+    if c.get("hidden_size_per_layer_input", 256):
+        return "embeddings of their own for each layer"
+    if c.get("num_kv_shared_layers"):
+        return "layers that share keys and values"
+    return "attention in both directions" if c.get("use_bidirectional_attention") == "all" else None
+
+
+def _nemotron_h(c: Config) -> DecoderSpec:
+    """Layers of one part each: a Mamba-2 layer, attention without rotation, a dense block or experts."""
+    if (obstacle := _nemotron_h_obstacle(c)) is not None:
+        raise UnsupportedModel(f"Models of type 'nemotron_h' with {obstacle} are not computed by our own code.")
+    if c["mlp_hidden_act"] != "relu2" or c["mamba_hidden_act"] != "silu":
+        activations = f"{c['mlp_hidden_act']!r} and {c['mamba_hidden_act']!r}"
+        raise UnsupportedModel(f"Models of type 'nemotron_h' with the activations {activations} are not supported.")
+    types, activation = c["layers_block_type"], Activation("relu2")
+    unknown = set(types) - {"linear_attention", "full_attention", "mlp", "moe"}
+    if unknown or "full_attention" not in types:
+        reason = f"layers of type {min(unknown)!r}" if unknown else "no layer of attention"
+        raise UnsupportedModel(f"Models of type 'nemotron_h' with {reason} are not supported.")
+    recurrent = tuple(kind == "linear_attention" for kind in types)
+    mamba = MambaSpec(
+        num_heads=c["mamba_num_heads"],
+        num_groups=c["n_groups"],
+        head_dim=c["mamba_head_dim"],
+        state_dim=c["ssm_state_size"],
+        conv_width=c["conv_kernel"],
+        least_step=float(c["time_step_min"]),
+        conv_bias=bool(c.get("use_conv_bias")),
+        bias=bool(c.get("use_bias")),
+    )
+    spec = _base(
+        {**c, "num_hidden_layers": len(types), "rms_norm_eps": c["layer_norm_epsilon"]},
+        rotary_dim=0,
+        activation=activation,
+        mlp_bias=bool(c.get("mlp_bias")),
+        recurrent_layers=recurrent,
+        recurrent=mamba if any(recurrent) else None,
+        single_parts=tuple("block" if kind in ("mlp", "moe") else "mixer" for kind in types),
+    )
+    if "moe" not in types:
+        return spec
+    shared = SharedExpertSpec(c["moe_shared_expert_intermediate_size"], bias=bool(c.get("mlp_bias")))
+    moe = replace(_noaux_moe({**c, "n_shared_experts": 0}, activation), shared=shared)
+    return _with_experts(spec, moe, lambda index: types[index] == "moe")
+
+
+def _nemotron_h_obstacle(c: Config) -> str | None:
+    """Return the part of a Nemotron-H that our own code does not compute, None if it computes all."""
+    return "experts in a narrower space" if c.get("moe_latent_size") is not None else None
+
+
 def _moeserve_demo(c: Config) -> DecoderSpec:
     """Return a dense model whose neurons are split: the shared expert always runs, chosen experts add unweighted."""
     spec = _base(c)
@@ -387,7 +512,16 @@ _BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
     "qwen3_5_text": _qwen3_5_text,
     "qwen3_5_moe": _inside(_qwen3_5_moe_text),
     "qwen3_5_moe_text": _qwen3_5_moe_text,
+    "gemma4": _inside(_gemma4_text),
+    "gemma4_text": _gemma4_text,
+    "nemotron_h": _nemotron_h,
     "moeserve_demo": _moeserve_demo,
+}
+# Types of which our own code computes some models alone; see `is_native`.
+_OBSTACLES: dict[str, Callable[[Config], str | None]] = {
+    "gemma4": lambda c: _gemma4_obstacle(text if isinstance(text := c.get("text_config"), Mapping) else {}),
+    "gemma4_text": _gemma4_obstacle,
+    "nemotron_h": _nemotron_h_obstacle,
 }
 
 
@@ -469,7 +603,7 @@ def _hybrid(c: Config, *, by_key_head: bool) -> DecoderSpec:
     if "full_attention" not in types:
         raise UnsupportedModel("Models without a layer of attention are not supported.")
     recurrent = tuple(kind == "linear_attention" for kind in types)
-    return replace(spec, recurrent_layers=recurrent, delta_net=net if any(recurrent) else None)
+    return replace(spec, recurrent_layers=recurrent, recurrent=net if any(recurrent) else None)
 
 
 def _with_attention(spec: DecoderSpec, **fields: Any) -> DecoderSpec:

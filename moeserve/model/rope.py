@@ -49,6 +49,8 @@ def parse_rope(
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         if parameters.get(name)
     }
+    if kind == "proportional" and parameters.get("partial_rotary_factor") is not None:
+        values["proportion"] = float(parameters["partial_rotary_factor"])
     if parameters.get("truncate") is not None:
         values["truncate"] = bool(parameters["truncate"])
     for name in ("short_factor", "long_factor"):
@@ -85,6 +87,13 @@ def yarn_softmax_multiplier(rope: RopeSpec) -> float:
 
 def _plain(rope: RopeSpec) -> list[float]:
     return [rope.theta ** (-channel / rope.rotary_dim) for channel in range(0, rope.rotary_dim, 2)]
+
+
+def _proportional(rope: RopeSpec) -> Frequencies:
+    """Stop all pairs of channels but the first ones, a proportion of them; their frequencies are of the whole width."""
+    num_turning = int(rope.proportion * rope.rotary_dim // 2)
+    plain = _plain(rope)
+    return Frequencies(tuple(i / rope.factor for i in plain[:num_turning]) + (0.0,) * (len(plain) - num_turning), 1.0)
 
 
 def _default(rope: RopeSpec) -> Frequencies:
@@ -157,6 +166,7 @@ def _longrope(rope: RopeSpec, max_model_len: int) -> Frequencies:
 _KINDS: dict[str, Callable[[RopeSpec], Frequencies]] = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "dynamic": _default,
     "llama3": _llama3,
     "yarn": _yarn,

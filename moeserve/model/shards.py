@@ -72,7 +72,11 @@ Cuts = Mapping[str, Cut | None]
 
 def check_shards(spec: DecoderSpec, count: int) -> None:
     """Raise UnsupportedModel if a model cannot be cut into `count` shards: each has some heads and channels."""
-    attention, net, moe = spec.attention, spec.delta_net, spec.moe
+    if spec.added_norms or spec.single_parts:
+        raise UnsupportedModel(
+            f"--tensor-parallel-size {count}: layers of {spec.model_type} models are not shared among ranks so far."
+        )
+    attention, net, moe = spec.attention, spec.recurrent, spec.moe
     sizes, unequal = {"attention heads": attention.num_heads}, False
     if isinstance(attention, AttentionSpec):
         shares_heads = attention.num_kv_heads < count and not (
@@ -82,7 +86,7 @@ def check_shards(spec: DecoderSpec, count: int) -> None:
             sizes = {"KV heads": attention.num_kv_heads}
             # Ranks gather the heads, of which each then has as many.
             unequal = attention.qk_norm == "flat" and attention.num_kv_heads % count > 0
-    if net is not None:
+    if isinstance(net, DeltaNetSpec):
         sizes["key heads of recurrent layers"] = net.num_key_heads
     if not all(spec.sparse_layers):
         sizes["channels of dense blocks"] = spec.intermediate_size
@@ -98,7 +102,7 @@ def check_shards(spec: DecoderSpec, count: int) -> None:
 
 def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
     """Return the decoder that has the heads and channels of a shard alone. Its vocabulary is whole."""
-    attention, net, moe = spec.attention, spec.delta_net, spec.moe
+    attention, net, moe = spec.attention, spec.recurrent, spec.moe
     cut: AttentionSpec | MlaSpec
     if isinstance(attention, MlaSpec):
         cut = replace(attention, num_heads=len(shard.of(attention.num_heads)))
@@ -106,7 +110,7 @@ def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
         num_kv_heads = len(shard.kv_heads(attention.num_kv_heads))
         num_heads = len(shard.heads(attention.num_heads, attention.num_kv_heads))
         cut = replace(attention, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    if net is not None:
+    if isinstance(net, DeltaNetSpec):
         num_keys = len(shard.of(net.num_key_heads))
         num_values = len(shard.heads(net.num_value_heads, net.num_key_heads))
         net = replace(net, num_key_heads=num_keys, num_value_heads=num_values)
@@ -114,7 +118,7 @@ def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
         width = len(shard.of(moe.shared.intermediate_size))
         moe = replace(moe, shared=replace(moe.shared, intermediate_size=width))
     width = len(shard.of(spec.intermediate_size))
-    return replace(spec, attention=cut, delta_net=net, moe=moe, intermediate_size=width)
+    return replace(spec, attention=cut, recurrent=net, moe=moe, intermediate_size=width)
 
 
 def outer_cuts(spec: DecoderSpec, shard: Shard) -> Cuts:
@@ -127,8 +131,8 @@ def outer_cuts(spec: DecoderSpec, shard: Shard) -> Cuts:
 def layer_cuts(spec: DecoderSpec, layer: int, shard: Shard) -> Cuts:
     """Return the cuts of the tensors of a layer, its experts excepted."""
     attention = spec.attention
-    if spec.delta_net is not None and spec.is_recurrent(layer):
-        cuts = _delta_net(spec.delta_net, shard)
+    if isinstance(spec.recurrent, DeltaNetSpec) and spec.is_recurrent(layer):
+        cuts = _delta_net(spec.recurrent, shard)
     elif isinstance(attention, MlaSpec):
         cuts = _mla(attention, shard)
     else:

@@ -44,10 +44,7 @@ class ParameterCount:
 
 
 def count_parameters(spec: DecoderSpec) -> ParameterCount:
-    outer = outer_tensors(spec)
-    if spec.tie_embeddings:
-        del outer["lm_head"]
-    others = _count(outer)
+    others = _count(outer_tensors(spec))
     experts = chosen = 0
     for layer in range(spec.num_layers):
         others += _count(layer_tensors(spec, layer))
@@ -90,7 +87,8 @@ def write_dummy(directory: Path) -> None:
 
 
 def _count(tensors: Mapping[str, TensorRef]) -> int:
-    return sum(prod(ref.shape) for ref in tensors.values())
+    # Some are read for two parts of a decoder.
+    return sum(prod(shape) for shape in {ref.names: ref.shape for ref in tensors.values()}.values())
 
 
 def _infos(tensors: Tensors, dtype: str, quantization: QuantizationSpec | None) -> dict[str, TensorInfo]:

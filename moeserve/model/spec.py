@@ -62,30 +62,43 @@ class ModelSpec(ABC):
         """The states of a request in each layer that has some."""
 
 
+LayerPart = Literal["mixer", "block"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec(ModelSpec):
     """A model on our own code: a decoder described by data.
 
     windows: one entry per layer. With a window of n a query sees the last n positions, its own included; with None it
-    sees all. recurrent_layers: one entry per layer, or empty for none; a recurrent layer has `delta_net` in place of
-    attention. intermediate_size: of the dense layers. zero_centred_norms: norms multiply by one plus the stored weight.
-    mtp: the layer that drafts tokens, which is none of the `num_layers`; None unless it is used.
+    sees all. window_attention, window_rope: of the layers with a window, None if they are as in the others.
+    recurrent_layers: one entry per layer, or empty for none; a recurrent layer has `recurrent` in place of
+    attention. single_parts: one entry per layer, the only part that it has, or empty if all have a mixer and a block.
+    intermediate_size: of the dense layers. zero_centred_norms: norms multiply by one plus the stored weight.
+    added_norms: what a mixer or a block adds passes a norm first. layer_scales: a factor on the stream behind each
+    layer. logit_softcap: c, of logits that become c tanh(logit / c). mtp: the layer that drafts tokens, which is none
+    of the `num_layers`; None unless it is used.
     """
 
     intermediate_size: int
     attention: AttentionSpec | MlaSpec
     rope: RopeSpec
     windows: tuple[int | None, ...]
+    window_attention: AttentionSpec | None = None
+    window_rope: RopeSpec | None = None
     recurrent_layers: tuple[bool, ...] = ()
-    delta_net: DeltaNetSpec | None = None
+    recurrent: DeltaNetSpec | MambaSpec | None = None
+    single_parts: tuple[LayerPart, ...] = ()
     activation: Activation = field(default_factory=Activation)
     mlp_bias: bool = False
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     zero_centred_norms: bool = False
+    added_norms: bool = False
+    layer_scales: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_divisor: float = 1.0
+    logit_softcap: float | None = None
     tie_embeddings: bool = False
     lm_head_bias: bool = False
     mtp: MtpSpec | None = None
@@ -97,6 +110,19 @@ class DecoderSpec(ModelSpec):
 
     def is_recurrent(self, layer: int) -> bool:
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
+
+    def has(self, part: LayerPart, layer: int) -> bool:
+        return not self.single_parts or self.single_parts[layer] == part
+
+    def attention_of(self, layer: int) -> AttentionSpec | MlaSpec:
+        return self.attention if self.windows[layer] is None else self.window_attention or self.attention
+
+    @property
+    def gpu_obstacle(self) -> str | None:
+        """Why no GPU serves the model, in a sentence; None if one does."""
+        if not self.added_norms and not self.single_parts and not isinstance(self.recurrent, MambaSpec):
+            return None
+        return f"--device cuda: models of type {self.model_type!r} are computed on a CPU only so far."
 
     @property
     def last_layer_is_partial(self) -> bool:
@@ -111,6 +137,7 @@ class DecoderSpec(ModelSpec):
             sparse_layers=self.sparse_layers[of_stage],
             windows=self.windows[of_stage],
             recurrent_layers=self.recurrent_layers[of_stage],
+            single_parts=self.single_parts[of_stage],
         )
 
     @property
@@ -128,26 +155,16 @@ class DecoderSpec(ModelSpec):
     @property
     def kv_layers(self) -> tuple[KvLayerSpec, ...]:
         """The KV caches of the layers with attention, that of the MTP layer last."""
-        attention = self.attention
-        if isinstance(attention, MlaSpec):
-            layer = KvLayerSpec(1, attention.kv_lora_rank + attention.rope_dim, 0)
-        else:
-            layer = KvLayerSpec(attention.num_kv_heads, attention.head_dim, attention.head_dim)
-        with_attention = (number for number in range(self.num_layers) if not self.is_recurrent(number))
-        layers = tuple(replace(layer, window=self.windows[number]) for number in with_attention)
-        return layers if self.mtp is None else (*layers, layer)
+        with_attention = (
+            number for number in range(self.num_layers) if self.has("mixer", number) and not self.is_recurrent(number)
+        )
+        layers = tuple(_kv_layer(self.attention_of(number), self.windows[number]) for number in with_attention)
+        return layers if self.mtp is None else (*layers, _kv_layer(self.attention, None))
 
     @property
     def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
         """The states of a request in each recurrent layer: inputs of the convolution, and a matrix per head."""
-        net = self.delta_net
-        if net is None:
-            return ()
-        states = (
-            StateShape((net.conv_width - 1, net.conv_channels), keep_fp32=False),
-            StateShape((net.num_value_heads, net.key_dim, net.value_dim), keep_fp32=True),
-        )
-        return (states,) * sum(self.recurrent_layers)
+        return () if self.recurrent is None else (self.recurrent.states,) * sum(self.recurrent_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +191,9 @@ class AttentionSpec:
     """Multi-head attention with shared key and value heads.
 
     qk_norm: RMS norm of queries and keys, per ``head`` or over the ``flat`` projection. clip_qkv: bound on the
-    projections. sinks: one learned logit per head takes part in the softmax. gated: the output is multiplied by the
-    sigmoid of one more projection, stored head by head behind the queries.
+    projections. value_norm: RMS norm of each value head, without weights. keys_are_values: one projection gives keys
+    and values, before norms and rotation. sinks: one learned logit per head takes part in the softmax. gated: the
+    output is multiplied by the sigmoid of one more projection, stored head by head behind the queries.
     """
 
     num_heads: int
@@ -186,6 +204,8 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: Literal["none", "head", "flat"] = "none"
     clip_qkv: float | None = None
+    value_norm: bool = False
+    keys_are_values: bool = False
     sinks: bool = False
     gated: bool = False
 
@@ -218,6 +238,42 @@ class DeltaNetSpec:
     def conv_channels(self) -> int:
         return 2 * self.key_channels + self.value_channels
 
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        heads = (self.num_value_heads, self.key_dim, self.value_dim)
+        return _conv_state(self.conv_width, self.conv_channels), StateShape(heads, keep_fp32=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MambaSpec:
+    """A Mamba-2 layer (https://arxiv.org/abs/2405.21060) in place of attention.
+
+    x of all heads, B and C of all groups pass through a short convolution of `conv_width` tokens. least_step: bound on
+    the size of a token's step. bias: on both projections.
+    """
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    state_dim: int
+    conv_width: int
+    least_step: float = 0.0
+    conv_bias: bool = False
+    bias: bool = False
+
+    @property
+    def channels(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return self.channels + 2 * self.num_groups * self.state_dim
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        heads = (self.num_heads, self.state_dim, self.head_dim)
+        return _conv_state(self.conv_width, self.conv_channels), StateShape(heads, keep_fp32=True)
+
 
 @dataclass(frozen=True, slots=True)
 class MlaSpec:
@@ -244,7 +300,9 @@ class MoeSpec:
     """The mixture-of-experts block of the sparse layers.
 
     gate_fp32: project the gate in fp32. transposed_experts: the checkpoint stores fused expert matrices [in, out] with
-    alternating gate and up channels. hidden_size: of the rows that experts take, None for the model's.
+    alternating gate and up channels. own_norms: gate, experts and shared expert have norms of their own, as in Gemma 4
+    (`kernels.ops.MoeNorms`). expert_scales: a factor on the weight of each expert. hidden_size: of the rows that
+    experts take, None for the model's.
     """
 
     num_experts: int
@@ -256,6 +314,8 @@ class MoeSpec:
     correction_bias: bool = False
     expert_bias: bool = False
     transposed_experts: bool = False
+    own_norms: bool = False
+    expert_scales: bool = False
     shared: SharedExpertSpec | None = None
     hidden_size: int | None = None
 
@@ -284,12 +344,22 @@ class KvLayerSpec:
     window: int | None = None
 
 
+def _kv_layer(attention: AttentionSpec | MlaSpec, window: int | None) -> KvLayerSpec:
+    if isinstance(attention, MlaSpec):
+        return KvLayerSpec(1, attention.kv_lora_rank + attention.rope_dim, 0, window)
+    return KvLayerSpec(attention.num_kv_heads, attention.head_dim, attention.head_dim, window)
+
+
 @dataclass(frozen=True, slots=True)
 class StateShape:
     """One recurrent state of a request. keep_fp32: in float32 whatever the model's dtype, as it sums up all tokens."""
 
     shape: tuple[int, ...]
     keep_fp32: bool
+
+
+def _conv_state(width: int, channels: int) -> StateShape:
+    return StateShape((width - 1, channels), keep_fp32=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +406,7 @@ class RopeSpec:
     mscale_all_dim: float = 0.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    proportion: float = 1.0
     short_mscale: float | None = None
     long_mscale: float | None = None
 

@@ -89,14 +89,14 @@ def pools_by_layer(
 ) -> LayerPools:
     """Return the pools of every layer of a decoder, in its order, then that of an MTP layer.
 
-    kv_layers: the pools of the layers with attention.
+    kv_layers: the pools of the layers with attention. A layer without a mixer has an empty one.
     """
-    if state_pool is None:
-        return list(kv_layers)
-    kv, states = iter(kv_layers), iter(state_pool.layers)
+    kv, states = iter(kv_layers), iter(() if state_pool is None else state_pool.layers)
     pools: LayerPools = []
     for layer in range(spec.num_layers):
-        if spec.is_recurrent(layer):
+        if not spec.has("mixer", layer):
+            pools.append((torch.empty(0), None))
+        elif spec.is_recurrent(layer):
             conv, recurrent = next(states)
             pools.append((conv, recurrent))
         else:

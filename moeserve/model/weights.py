@@ -16,7 +16,8 @@ from experts.moe_layer import Dispatch, MoeLayer
 from experts.observer import AnyObserver
 from kernels.gated_delta_rule import DeltaHeads
 from kernels.linear import Linear, side_by_side
-from kernels.ops import CpuOps, Experts, GatedBlock, NormWeights, Ops
+from kernels.mamba import MambaHeads
+from kernels.ops import CpuOps, Experts, GatedBlock, MoeNorms, NormWeights, Ops
 from kernels.weight_formats import Matrix, QuantizedRows, joined_rows
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
@@ -31,10 +32,11 @@ from moeserve.model.decoder import Border, Decoder, DecoderLayer, GqaAttention, 
 from moeserve.model.delta_net import GatedDeltaNet, by_part
 from moeserve.model.dummy import is_dummy_folder
 from moeserve.model.expert_weights import ExpertReader
+from moeserve.model.mamba import Mamba2
 from moeserve.model.norms_over_ranks import Partners
 from moeserve.model.rounding import NO_ROUNDING, Rounding, fine
 from moeserve.model.shards import sharded
-from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, DeltaNetSpec, MlaSpec
+from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, DeltaNetSpec, MambaSpec, MlaSpec
 from moeserve.model.tensor_reader import Progress, TensorReader
 
 DispatchOf = Callable[[int], Dispatch]
@@ -155,16 +157,26 @@ class _Loader:
         return self._rounding.apply(table, "embedding")
 
     def layer(self, plan: LayerPlan, number: int) -> DecoderLayer:
-        tensors = plan.tensors
+        tensors, has = plan.tensors, self._spec.has
         return DecoderLayer(
             self.norm(tensors, "input_norm"),
-            self._mixer(tensors, number),
-            self.norm(tensors, "post_norm"),
-            self._gated(tensors, "") if plan.experts is None else self._moe(tensors, plan.experts, number),
+            self._mixer(tensors, number) if has("mixer", number) else None,
+            self._optional_norm(tensors, "post_norm"),
+            self._block(plan, number) if has("block", number) else None,
+            self._optional_norm(tensors, "after_mixer"),
+            self._optional_norm(tensors, "after_block"),
+            float(self._reader.read(tensors["scale"], torch.float32)) if "scale" in tensors else 1.0,
         )
+
+    def _block(self, plan: LayerPlan, number: int) -> MoeLayer | GatedBlock:
+        tensors = plan.tensors
+        return self._gated(tensors, "") if plan.experts is None else self._moe(tensors, plan.experts, number)
 
     def norm(self, tensors: Tensors, key: str) -> NormWeights:
         return NormWeights(self._norm_weight(tensors[key]), self._optional(tensors, f"{key}.bias"), self._spec.norm_eps)
+
+    def _optional_norm(self, tensors: Tensors, key: str) -> NormWeights | None:
+        return self.norm(tensors, key) if key in tensors else None
 
     def linear(
         self, tensors: Tensors, *keys: str, dtype: torch.dtype | None = None, order: Tensor | None = None
@@ -203,14 +215,17 @@ class _Loader:
             return self._rows([stored], dtype, key)
         return self._reader.read_quantised(stored)
 
-    def _mixer(self, tensors: Tensors, number: int) -> GqaAttention | MlaAttention | GatedDeltaNet:
+    def _mixer(self, tensors: Tensors, number: int) -> GqaAttention | MlaAttention | GatedDeltaNet | Mamba2:
         """Load the part that mixes the tokens in layer ``number``."""
         spec = self._spec
-        if spec.delta_net is not None and spec.is_recurrent(number):
-            return self._delta_net(tensors, spec.delta_net)
-        if isinstance(spec.attention, MlaSpec):
-            return self._mla(tensors, spec.attention)
-        return self._gqa(tensors, spec.attention, spec.windows[number])
+        if spec.recurrent is not None and spec.is_recurrent(number):
+            if isinstance(spec.recurrent, MambaSpec):
+                return self._mamba(tensors, spec.recurrent)
+            return self._delta_net(tensors, spec.recurrent)
+        attention = spec.attention_of(number)
+        if isinstance(attention, MlaSpec):
+            return self._mla(tensors, attention)
+        return self._gqa(tensors, attention, spec.windows[number])
 
     def _delta_net(self, tensors: Tensors, spec: DeltaNetSpec) -> GatedDeltaNet:
         heads = DeltaHeads(
@@ -235,6 +250,27 @@ class _Loader:
             norm=NormWeights(self._tensor(tensors["delta_norm"]), None, self._spec.norm_eps),
         )
 
+    def _mamba(self, tensors: Tensors, spec: MambaSpec) -> Mamba2:
+        heads = MambaHeads(
+            spec.num_heads,
+            spec.num_groups,
+            spec.head_dim,
+            spec.state_dim,
+            -self._tensor(tensors["decay"], torch.float32).exp(),
+            self._tensor(tensors["step_bias"], torch.float32),
+            self._tensor(tensors["skip"], torch.float32),
+            (spec.least_step, float("inf")),
+        )
+        return Mamba2(
+            self._ops,
+            self.linear(tensors, "projections"),
+            self.linear(tensors, "out"),
+            conv=self._tensor(tensors["conv"]).T.contiguous(),
+            conv_bias=self._optional(tensors, "conv.bias"),
+            heads=heads,
+            norm=NormWeights(self._tensor(tensors["gated_norm"]), None, self._spec.norm_eps),
+        )
+
     def _gqa(self, tensors: Tensors, spec: AttentionSpec, window: int | None) -> GqaAttention:
         return GqaAttention(
             spec,
@@ -246,6 +282,7 @@ class _Loader:
             eps=self._spec.norm_eps,
             q_norm=self._norm_weight(tensors["q_norm"]) if "q_norm" in tensors else None,
             k_norm=self._norm_weight(tensors["k_norm"]) if "k_norm" in tensors else None,
+            v_norm=self._ones(spec.head_dim) if spec.value_norm else None,
             sinks=self._optional(tensors, "sinks"),
             partners=self._partners,
         )
@@ -269,24 +306,28 @@ class _Loader:
 
     def _gated(self, tensors: Tensors, prefix: str) -> GatedBlock:
         """Load a dense block from the tensors whose names begin with ``prefix``."""
-        gate, up, down = (f"{prefix}{name}" for name in ("gate", "up", "down"))
-        formats = [self._rounding.stored_format(key, tensors[key]) for key in (gate, up, down)]
-        if None not in formats and formats[0] == formats[1]:
-            parts = [self._reader.read_quantised(tensors[key]) for key in (gate, up, down)]
-            joined = joined_rows(parts[:2])
+        first_names = ("gate", "up") if self._spec.activation.is_gated else ("up",)
+        *firsts, down = keys = [f"{prefix}{name}" for name in (*first_names, "down")]
+        formats = [self._rounding.stored_format(key, tensors[key]) for key in keys]
+        if None not in formats and len(set(formats[:-1])) == 1:
+            parts = [self._reader.read_quantised(tensors[key]) for key in keys]
+            joined = joined_rows(parts[:-1])
             if joined is None:
-                raise CheckpointError(f"{tensors[gate].name} orders its columns otherwise than {tensors[up].name}.")
-            return self._pack_gated(tensors, (gate, up, down), joined, parts[2])
-        dtype = self._kept_dtype([tensors[key] for key in (gate, up, down)], self._dtype, gate)
-        gate_up = self._reader.read_rows([tensors[gate], tensors[up]], dtype).to(self._ops.device)
+                of_gate, of_up = (tensors[key].name for key in firsts)
+                raise CheckpointError(f"{of_gate} orders its columns otherwise than {of_up}.")
+            return self._pack_gated(tensors, firsts, down, joined, parts[-1])
+        dtype = self._kept_dtype([tensors[key] for key in keys], self._dtype, firsts[0])
+        gate_up = self._reader.read_rows([tensors[key] for key in firsts], dtype).to(self._ops.device)
         second = self._tensor(tensors[down], dtype)
         rounding = self._rounding if self._rounding.format_of("down", second.shape[1]) else NO_ROUNDING
         first = rounding.apply(gate_up, "gate")
-        return self._pack_gated(tensors, (gate, up, down), first, rounding.apply(second, "down"))
+        return self._pack_gated(tensors, firsts, down, first, rounding.apply(second, "down"))
 
-    def _pack_gated(self, tensors: Tensors, keys: tuple[str, str, str], gate_up: Matrix, down: Matrix) -> GatedBlock:
-        """keys: of gate, up and down."""
-        up_bias, down_bias = (self._biases(tensors, of, self._dtype) for of in (keys[:2], keys[2:]))
+    def _pack_gated(
+        self, tensors: Tensors, firsts: Sequence[str], down_key: str, gate_up: Matrix, down: Matrix
+    ) -> GatedBlock:
+        """firsts: the keys of gate and up, or of up alone."""
+        up_bias, down_bias = (self._biases(tensors, keys, self._dtype) for keys in (firsts, [down_key]))
         return self._ops.pack_gated((gate_up, down, up_bias, down_bias), self._spec.activation, self._dtype)
 
     def _moe(self, tensors: Tensors, plan: ExpertsPlan, number: int) -> MoeLayer:
@@ -303,12 +344,24 @@ class _Loader:
             moe.activation,
             gate_dtype=gate_dtype,
             correction_bias=self._optional(tensors, "correction_bias", torch.float32),
+            expert_scales=self._optional(tensors, "expert_scales", torch.float32),
+            norms=self._moe_norms(tensors) if moe.own_norms else None,
             shared=None if moe.shared is None else self._gated(tensors, "shared."),
             shared_gate=self.linear(tensors, "shared_gate") if "shared_gate" in tensors else None,
             dispatch=None if self._dispatch_of is None else self._dispatch_of(number),
             place=place,
             observers=self._observers,
         )
+
+    def _moe_norms(self, tensors: Tensors) -> MoeNorms:
+        # The gate's norm has no weights; each channel has a scale, and all of them share one.
+        scales = self._tensor(tensors["gate_scales"], torch.float32) * self._spec.hidden_size**-0.5
+        gate = NormWeights(scales.to(self._dtype), None, self._spec.norm_eps)
+        others = (self.norm(tensors, key) for key in ("experts_norm", "after_experts", "after_shared"))
+        return MoeNorms(gate, *others)
+
+    def _ones(self, width: int) -> Tensor:
+        return torch.ones(width, dtype=self._dtype, device=self._ops.device)
 
     def _pack_experts(self, plan: ExpertsPlan) -> Experts:
         experts = ExpertReader(self._spec, plan, self._reader, self._dtype, self._rounding)

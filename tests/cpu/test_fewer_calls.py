@@ -11,6 +11,7 @@ from torch import Tensor
 from experts.memory.eviction import lru
 from experts.memory.residency import ResidencyControl
 from experts.prediction.planning import SURE, LookaheadPlanner
+from kernels.activation import softcap
 from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.cpu.attention_block import AttentionWeights, attention_block
@@ -141,6 +142,16 @@ def test_a_choice_in_one_call_has_the_bits_of_the_gate_and_torch(spec: GateSpec,
             torch.testing.assert_close(chosen, wanted, atol=0.0, rtol=1e-6)
 
 
+def test_a_choice_in_one_call_multiplies_weights_by_the_scale_of_their_expert() -> None:
+    gate, scales, x = pack_linear(torch.randn(8, 64)), torch.randn(8), torch.randn(5, 64) / 8
+    plain, scaled = native_choice(gate, NORMALISED, None), native_choice(gate, NORMALISED, None, scales)
+    assert plain is not None
+    assert scaled is not None
+    (wanted_ids, weights), (ids, found) = plain(x), scaled(x)
+    assert torch.equal(ids, wanted_ids)
+    assert torch.equal(found, weights * scales[ids])
+
+
 def test_equal_experts_are_chosen_in_their_order_and_a_nan_first() -> None:
     choose = native_choice(
         pack_linear(torch.zeros(9, 16), torch.tensor([0.0, 1, 2, 2, 1, 2, 0, 2, 1])), GateSpec(5), None
@@ -161,14 +172,29 @@ def test_gates_with_other_rules_are_not_one_call() -> None:
     assert native_choice(pack_linear(torch.randn(8, 64).bfloat16()), GateSpec(2), None) is None
 
 
-@pytest.mark.parametrize("multiplier", [1.0, 0.37])
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (0.37, 1.0), (1.0, 0.61)])
 @pytest.mark.parametrize("shape", [(1, 80), (3, 576), (40, 70)])
-def test_a_norm_of_a_sum_has_the_bits_of_the_sum_and_the_norm(shape: tuple[int, int], multiplier: float) -> None:
+def test_a_norm_of_a_sum_has_the_bits_of_the_sum_and_the_norm(
+    shape: tuple[int, int], factors: tuple[float, float]
+) -> None:
     x, residual, weight = torch.randn(shape), torch.randn(shape), torch.rand(shape[1])
-    total = residual + x * multiplier
-    found = rms_norm_of_sum(x.clone(), residual, weight, 1e-6, multiplier)
+    total = (residual + x * factors[0]) * factors[1]
+    found = rms_norm_of_sum(x.clone(), residual, weight, 1e-6, *factors)
     assert torch.equal(residual, total)
     assert torch.equal(found, rms_norm(total, weight, 1e-6))
+
+
+@pytest.mark.parametrize("count", [1, 37, 40_000])
+def test_capped_logits_are_those_of_torch_and_have_the_same_bits_at_any_place(count: int) -> None:
+    logits = torch.randn(count).mul_(40.0)
+    logits[: count // 2] /= 1000.0
+    found = softcap(logits.clone(), 30.0)
+    torch.testing.assert_close(found.double(), (logits.double() / 30.0).tanh() * 30.0, atol=0.0, rtol=1e-6)
+    assert torch.equal(softcap(logits[count // 3 :].clone(), 30.0), found[count // 3 :])
+    ends = softcap(torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0]), 30.0)
+    assert ends.tolist()[:2] == [30.0, -30.0]
+    assert ends[2].isnan()
+    assert ends[3] == 0.0
 
 
 @pytest.mark.parametrize("width", [1, 17, 1024, 5000])

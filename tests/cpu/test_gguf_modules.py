@@ -1,4 +1,5 @@
-"""GGUF models on transformers' code give the numbers of the models that they were made from, packed too."""
+"""GGUF models whose tensors the package's table names give the numbers of the models that they were made from, on
+transformers' code and on our own, packed too."""
 
 from __future__ import annotations
 
@@ -20,21 +21,32 @@ from kernels.weight_formats import Arithmetic
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.memory_plan import plan_model, read_any_spec, rounding_of
 from moeserve.model.checkpoint import read_index
+from moeserve.model.decoder import Decoder
 from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.hf.decoder import TransformersDecoder
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.modules import Projection, Table
 from moeserve.model.hf.spec import read_transformers_spec
-from moeserve.model.spec import CheckpointError, UnsupportedModel
+from moeserve.model.spec import CheckpointError, DecoderSpec, UnsupportedModel
+from moeserve.model.weights import load_decoder
 from moeserve.plan import SamplingParams
 from tests.support.gguf_export import Quantise, as_it_is, copy_gguf, in_float32
 from tests.support.gguf_modules import ARCHITECTURES, tiny, write_module_gguf
+from tests.support.paged_runner import PagedRunner
 from tests.support.transformers_parity import TOLERANCE, worst_difference
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)
 BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=96, max_num_batched_tokens=24, max_num_seqs=4)
 PROMPTS = [[3 + 7 * n % 101 for n in range(count)] for count in (30, 4, 9)]
+_TEXT = list(range(3, 30))
+_PLAIN = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+# Architectures, and fields of the models of them, that our own code computes.
+NATIVE: dict[str, tuple[str, dict[str, object]]] = {
+    "gemma4": ("gemma4", {**_PLAIN, "attention_k_eq_v": True, "final_logit_softcapping": 3.0}),
+    "gemma4-dense": ("gemma4", {**_PLAIN, "enable_moe_block": False}),
+    "nemotron_h_moe": ("nemotron_h_moe", {}),
+}
 _PACKED = ("lfm2moe", "granitehybrid", "nemotron_h_moe")
 
 
@@ -91,6 +103,40 @@ def test_packed_weights_give_the_logits_of_their_values(architecture: str, tmp_p
     assert len(kept) > 8
     text = [range(3, 30)]
     expected, found = (d.logits(next(d.own_states(text))) for d in (wide, packed))
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def load_native(folder: Path, arithmetic: Arithmetic | None = None) -> Decoder:
+    """Load the file in a folder on our own code. arithmetic: None widens all weights."""
+    model = gguf_folder(folder / "tiny.gguf", folder / "cache")
+    spec, _ = read_any_spec(model, BASE)
+    assert isinstance(spec, DecoderSpec)
+    if arithmetic is None:
+        return load_decoder(model, spec, max_model_len=64)
+    rounding = rounding_of(ServeConfig(arithmetic=arithmetic), spec, read_index(model))
+    return load_decoder(model, spec, ops=CpuOps(arithmetic), max_model_len=64, rounding=rounding)
+
+
+def native_logits(decoder: Decoder) -> torch.Tensor:
+    return PagedRunner(decoder, [_TEXT]).step([(0, 0, 5), (0, 5, len(_TEXT))])
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_our_own_code_gives_the_logits_of_the_model_that_was_written(name: str, tmp_path: Path) -> None:
+    architecture, fields = NATIVE[name]
+    code = write(architecture, tmp_path, **fields)
+    with torch.no_grad():
+        expected = code.outer(torch.tensor([_TEXT]), use_cache=False).logits[0]  # type: ignore[attr-defined]
+    assert (native_logits(load_native(tmp_path)) - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_on_our_own_code_packed_weights_give_the_logits_of_their_values(name: str, tmp_path: Path) -> None:
+    architecture, fields = NATIVE[name]
+    write(architecture, tmp_path, in_kinds(Kind.Q4_0, Kind.Q5_1, Kind.Q8_0), **fields)
+    folder = gguf_folder(tmp_path / "tiny.gguf", tmp_path / "cache")
+    assert "q4_0" in plan_model(folder, BASE).rounding.stored
+    expected, found = (native_logits(load_native(tmp_path, arithmetic)) for arithmetic in (None, "exact"))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 

@@ -89,16 +89,16 @@ def test_rms_norm_matches_torch_and_a_row_has_the_same_bits_anywhere(width: int)
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [8, 20, 32])
-@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("num_norms", [0, 2, 3])
 @pytest.mark.parametrize("num_tokens", [1, 33])
 def test_rotating_and_storing_matches_its_reference(
-    interleaved: bool, rotary_dim: int, with_norms: bool, num_tokens: int
+    interleaved: bool, rotary_dim: int, num_norms: int, num_tokens: int
 ) -> None:
     num_heads, num_kv_heads, dim = 6, 2, 32
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, dim)
     angles = torch.randn(num_tokens, rotary_dim // 2)
     slots = torch.randperm(64)[:num_tokens]
-    norms = (torch.randn(dim), torch.randn(dim)) if with_norms else None
+    norms = tuple(torch.randn(num_norms, dim)) or None
     found, expected = ([torch.zeros(num_kv_heads, 64, dim) for _ in range(2)] for _ in range(2))
     arguments = {"interleaved": interleaved, "head_norms": norms, "eps": 1e-6}
     want = rotate_and_store_reference(qkv.clone(), angles.cos(), angles.sin(), slots, *expected, **arguments)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
-from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated, mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRMSNormGated,
     causal_conv1d_fn,
@@ -19,7 +19,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule, gated_delta_rule_reference
 from kernels.mamba import MambaHeads, mamba1_scan, mamba1_scan_reference, mamba2_scan, mamba2_scan_reference
-from kernels.norm import gated_norm, gated_norm_reference
+from kernels.norm import gated_norm, gated_norm_reference, norm_of_gated, norm_of_gated_reference
 from kernels.short_conv import short_conv, short_conv_reference
 from kernels.state_rows import StateRows
 
@@ -304,3 +304,15 @@ def test_the_gated_norm_is_that_of_transformers_and_a_row_has_the_same_bits_anyw
     expected = module(x.reshape(-1, width), gate.reshape(-1, width)).view(40, -1)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(norm(x[7:8], gate[7:8], module.weight, 1e-5), out[7:8])
+
+
+@pytest.mark.parametrize(("num_groups", "width"), [(1, 48), (4, 20), (8, 64)])
+def test_a_norm_of_gated_groups_is_that_of_transformers_and_of_each_row_alone(num_groups: int, width: int) -> None:
+    norm = NemotronHRMSNormGated(num_groups * width, group_size=width, eps=1e-5)
+    norm.weight.data.uniform_(0.5, 1.5)
+    x, gates = torch.randn(33, num_groups * width), torch.randn(33, 2 * num_groups * width)
+    gate = gates[:, num_groups * width :]
+    found = norm_of_gated(x, gate, norm.weight, 1e-5, num_groups)
+    torch.testing.assert_close(found, norm(x, gate), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(found, norm_of_gated_reference(x, gate, norm.weight, 1e-5, num_groups))
+    assert torch.equal(norm_of_gated(x[7:8], gate[7:8], norm.weight, 1e-5, num_groups), found[7:8])

@@ -64,6 +64,35 @@ _VISION = {
     "out_hidden_size": 64,
     "num_position_embeddings": 16,
 }
+# Layers with and without a window differ in heads and rotation.
+_GEMMA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 32,
+}
+# Layers of one part each.
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    "head_dim": 16,
+    "time_step_min": 1e-12,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 1.7,
+}
 _NOAUX = {"n_routed_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16}
 
 # Case name -> (class prefix, what differs from the base). With `vision_config` the model reads images as well.
@@ -212,6 +241,49 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", {**_HYBRID, "vision_config": _VISION}),
     "qwen3_5_moe_text": ("Qwen3_5Moe", _HYBRID),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_HYBRID, "vision_config": _VISION}),
+    "gemma4_text": ("Gemma4", _GEMMA),
+    "gemma4_text-one-kv-head": (
+        "Gemma4",
+        {
+            **_GEMMA,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma4_text-dense": ("Gemma4", {**_GEMMA, "enable_moe_block": False, "attention_bias": True}),
+    "gemma4": (
+        "Gemma4",
+        {
+            **_GEMMA,
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "patch_size": 4,
+                "position_embedding_size": 16,
+            },
+        },
+    ),
+    "nemotron_h": ("NemotronH", _NEMOTRON),
+    "nemotron_h-biases": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["moe", "linear_attention", "mlp", "full_attention", "linear_attention"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "n_groups": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "mamba_head_dim": 20,
+        },
+    ),
     "deepseek_v2": ("DeepseekV2", {**_MLA, "q_lora_rank": None, "topk_method": "group_limited_greedy"}),
     "deepseek_v2-greedy-low-rank": ("DeepseekV2", {**_MLA, "q_lora_rank": 24, "topk_method": "greedy"}),
     "deepseek_v3-yarn": (
@@ -250,9 +322,10 @@ def build(case: str, **further: Any) -> Any:
     model = getattr(transformers, f"{prefix}For{task}")(config).eval()
     with torch.no_grad():
         tensors = list(model.named_parameters())
-        tensors += [pair for pair in model.named_buffers() if "correction_bias" in pair[0]]
+        tensors += [pair for pair in model.named_buffers() if pair[0].endswith(("correction_bias", "layer_scalar"))]
         for name, tensor in tensors:
-            if "norm" in name and tensor.dim() == 1 and "bias" not in name:
+            is_norm = "norm" in name and tensor.dim() == 1 and "bias" not in name
+            if is_norm or name.endswith(("scale", "layer_scalar")):
                 # Return weights of about one, or of about zero where the norm adds one to it.
                 tensor += torch.empty_like(tensor).uniform_(-0.5, 0.5)
             else:

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from moeserve.model.families import build_spec, check_model_type, load_generation_defaults, supported_model_types
+from moeserve.model.families import (
+    build_spec,
+    check_model_type,
+    is_native,
+    load_generation_defaults,
+    supported_model_types,
+)
+from moeserve.model.rope import rope_frequencies
+from moeserve.model.shards import check_shards
 from moeserve.model.spec import (
     AttentionSpec,
     KvLayerSpec,
@@ -167,8 +175,8 @@ def test_a_missing_value_is_named() -> None:
         build_spec(config)
 
 
-def test_twenty_three_types_are_served() -> None:
-    assert len(supported_model_types()) == 24
+def test_twenty_seven_types_are_served() -> None:
+    assert len(supported_model_types()) == 27
 
 
 _HYBRID: dict[str, Any] = {
@@ -192,6 +200,60 @@ def test_recurrent_layers_keep_states_in_place_of_keys_and_values() -> None:
     states = (StateShape((3, 2 * 2 * 8 + 4 * 16), keep_fp32=False), StateShape((4, 8, 16), keep_fp32=True))
     assert spec.state_layers == (states, states)
     assert build_spec({**_HYBRID, "layer_types": ["full_attention"] * 3}).state_layers == ()
+
+
+_GEMMA: dict[str, Any] = {
+    **{key: value for key, value in _MIXTRAL.items() if key != "hidden_act"},
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 16,
+    "per_layer_config": {"1": {"head_dim": 32, "num_key_value_heads": 1}},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 8,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
+    "hidden_size_per_layer_input": 0,
+}
+
+
+def test_layers_with_a_window_may_have_heads_and_angles_of_their_own() -> None:
+    spec = build_spec(_GEMMA)
+    narrow = KvLayerSpec(2, 16, 16, 8)
+    assert spec.kv_layers == (narrow, KvLayerSpec(1, 32, 32), narrow)
+    assert spec.window_rope is not None
+    assert (spec.window_rope.rotary_dim, spec.rope.rotary_dim) == (16, 32)
+    frequencies = rope_frequencies(spec.rope, 512).inverse
+    assert frequencies[4:] == (0.0,) * 12
+    assert frequencies[:4] == pytest.approx([1e6 ** (-channel / 32) for channel in (0, 2, 4, 6)])
+    assert spec.gpu_obstacle == "--device cuda: models of type 'gemma4_text' are computed on a CPU only so far."
+
+
+def test_layers_whose_parts_have_norms_behind_them_are_not_shared_among_ranks() -> None:
+    with pytest.raises(UnsupportedModel, match="--tensor-parallel-size 2: layers of gemma4_text models are not shared"):
+        check_shards(build_spec(_GEMMA), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"hidden_size_per_layer_input": 16}, "embeddings of their own for each layer"),
+        ({"num_kv_shared_layers": 1}, "layers that share keys and values"),
+        ({"use_bidirectional_attention": "all"}, "attention in both directions"),
+    ],
+)
+def test_models_of_a_type_that_our_own_code_computes_in_part_are_left_to_transformers_code(
+    changes: dict[str, Any], part: str
+) -> None:
+    config = {**_GEMMA, **changes}
+    assert is_native(_GEMMA, "auto")
+    assert is_native({"model_type": "gemma4", "text_config": _GEMMA}, "auto")
+    assert not is_native(config, "auto")
+    assert not is_native({"model_type": "gemma4", "text_config": config}, "auto")
+    assert not is_native({"model_type": "gemma4", "text_config": [config]}, "auto")
+    with pytest.raises(UnsupportedModel, match=f"with {part} are not computed by our own code"):
+        build_spec(config)
 
 
 def test_a_vision_language_model_is_the_text_model_inside_it() -> None:

@@ -6,21 +6,23 @@ The weights stay in their file; `gguf.json` in the folder says where that is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from moeserve.config import cache_root
 from moeserve.model.cache import Identity, ensure_built, identity_of
+from moeserve.model.families import build_spec, is_native, load_config, read_config
 from moeserve.model.files import GGUF_POINTER, check_file, read_file
 from moeserve.model.gguf.architectures import config_of
 from moeserve.model.gguf.config import Fields, generation_config_of, num_layers
 from moeserve.model.gguf.further import further_builder
 from moeserve.model.gguf.header import GgufHeader, read_gguf
+from moeserve.model.gguf.native import NeededNames, native_parts
 from moeserve.model.gguf.parts import GgufPart, parts_of
 from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
-from moeserve.model.spec import ModelError, Progress, silent
+from moeserve.model.spec import DecoderSpec, ModelError, Progress, silent
 
 # The version of the files in the folder: raise it when their content changes, and new folders are made.
 _VERSION = 6
@@ -92,13 +94,15 @@ def gguf_files(folder: Path) -> list[Path]:
     return [Path(pointer.path) for pointer in pointers]
 
 
-def gguf_parts(folder: Path) -> Iterator[tuple[str, GgufPart]]:
+def gguf_parts(folder: Path, needed: Callable[[DecoderSpec], NeededNames]) -> Iterator[tuple[str, GgufPart]]:
     """Yield every tensor of the model by its name in a checkpoint, or in the file for a model on transformers' code.
 
-    Raise CheckpointError.
+    needed: returns the names of a decoder's tensors. Raise CheckpointError.
     """
     header = read_gguf(gguf_files(folder)[0])
     fields = Fields(header)
-    if further_builder(fields) is not None:
-        return ((name, GgufPart((tensor,))) for name, tensor in header.tensors.items())
-    return parts_of(header, fields, num_layers(fields))
+    if further_builder(fields) is None:
+        return parts_of(header, fields, num_layers(fields))
+    if is_native(read_config(folder), "auto"):
+        return native_parts(fields, needed(build_spec(load_config(folder))))
+    return ((name, GgufPart((tensor,))) for name, tensor in header.tensors.items())

@@ -72,7 +72,9 @@ ROWS: Mapping[str, Row] = {
     "lfm2moe": Row(),
     "afmoe": Row(),
     "hunyuan-moe": Row(),
-    "nemotron_h_moe": Row(replaced=(("model.layers.", "backbone.layers."),), arrangements=_MAMBA),
+    "nemotron_h_moe": Row(
+        replaced=(("model.layers.", "backbone.layers."),), arrangements={**_MAMBA, "ssm_norm.": "flat"}
+    ),
     "exaone-moe": Row(),
     "jamba": Row(arrangements=_MAMBA),
     "mimo2": Row(),

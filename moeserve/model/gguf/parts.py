@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 from moeserve.model.gguf.config import Fields
@@ -94,8 +95,10 @@ _IN_TURNS = frozenset(("qwen35", "qwen35moe"))
 # plain: as stored. pairs: rows of rotary pairs, to be ordered as halves. latent: the key and the value part of a
 # matrix, by head. by_key_head: rows of queries, keys and values, and rows of gates, to be ordered by key head.
 # less_one: norms that are stored with one added. logarithm: of the negated numbers. turns, columns_in_turns: the last
-# rows, or the columns, are of value heads in turns; `logarithm` may have such rows too.
-Arrangement = Literal["plain", "pairs", "latent", "by_key_head", "less_one", "logarithm", "turns", "columns_in_turns"]
+# rows, or the columns, are of value heads in turns; `logarithm` may have such rows too. flat: a vector in several rows.
+Arrangement = Literal[
+    "plain", "pairs", "latent", "by_key_head", "less_one", "logarithm", "turns", "columns_in_turns", "flat"
+]
 
 
 # Two tensors that are one in a checkpoint.
@@ -150,6 +153,8 @@ class GgufPart:
         if self.arrangement == "latent":
             heads, rank, width = first
             return heads * (width + self.sources[1].shape[1]), rank
+        if self.arrangement == "flat":
+            return (prod(first),)
         return (sum(source.shape[0] for source in self.sources), *first[1:])
 
     @property

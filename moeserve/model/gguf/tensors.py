@@ -35,6 +35,8 @@ def read_part(part: GgufPart) -> Tensor:
         case "latent":
             keys, values = numbers
             return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+        case "flat":
+            return numbers[0].flatten()
         case "less_one":
             return numbers[0].float() - 1.0
         case "logarithm":

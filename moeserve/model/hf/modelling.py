@@ -17,13 +17,11 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moeserve.model.config_bounds import check_counts, check_tree
+from moeserve.model.config_bounds import check_counts, check_tree, with_special_floats
 from moeserve.model.files import read_json
 from moeserve.model.spec import ModelError, UnsupportedModel
 
 _META = torch.device("meta")
-# Bounds of Mamba's time steps.
-_MAY_BE_INFINITE = frozenset(("time_step_limit",))
 _MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING")
 
 
@@ -46,7 +44,7 @@ def read_hf_config(directory: Path) -> Any:
     path = directory / "config.json"
     if not path.exists():
         raise ModelError(f"There is no config.json in {directory}.")
-    raw = _with_special_floats(read_json(path))
+    raw = with_special_floats(read_json(path))
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise UnsupportedModel("The configuration names no model_type.")
@@ -54,7 +52,7 @@ def read_hf_config(directory: Path) -> Any:
         raise UnsupportedModel(
             f"Models of type {model_type!r} are not supported: transformers {transformers.__version__} has none either."
         )
-    check_tree(_without(raw, _MAY_BE_INFINITE))
+    check_tree(raw)
     check_counts(raw)
     raw.pop("auto_map", None)
     try:
@@ -62,22 +60,6 @@ def read_hf_config(directory: Path) -> Any:
     except Exception as error:  # Each configuration class has its own validators with their own exception types.
         reason = " ".join(str(error).split())
         raise ModelError(f"{path} is not a valid {model_type} configuration: {reason}") from error
-
-
-def _with_special_floats(value: Any) -> Any:
-    """Replace the objects by which transformers writes infinite numbers into JSON."""
-    if isinstance(value, dict):
-        if value.keys() == {"__float__"}:
-            return {"Infinity": float("inf"), "-Infinity": float("-inf")}.get(value["__float__"], value)
-        return {name: _with_special_floats(part) for name, part in value.items()}
-    return [_with_special_floats(part) for part in value] if isinstance(value, list) else value
-
-
-def _without(value: Any, names: frozenset[str]) -> Any:
-    """Return a configuration without the entries of these names, at any depth."""
-    if not isinstance(value, dict):
-        return value
-    return {name: _without(part, names) for name, part in value.items() if name not in names}
 
 
 def empty_model(config: Any) -> ModellingCode:
