@@ -441,7 +441,7 @@ def test_any_value_of_any_key_gives_an_answer_or_one_sentence(case: str, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", ["nemotron_h", "deepseek_v32"])
+@pytest.mark.parametrize("model_type", ["jamba", "deepseek_v32"])
 def test_so_it_does_for_transformers_code(model_type: str, tmp_path: Path) -> None:
     try_values(json.loads(tiny_config(model_type).to_json_string(use_diff=False)), tmp_path)
 

@@ -14,11 +14,13 @@ from tests.support.tiny_models import CASES, save
 
 # Between them all kinds of attention, norms, rotation, gates and activations.
 DUE = {"qwen3_moe", "gpt_oss", "deepseek_v3-yarn", "olmoe", "qwen3_next-recurrent-end"}
+# Others are computed on a CPU only.
+SERVED = [case for case in CASES if not case.startswith(("gemma4", "nemotron_h"))]
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.kernel_change if case in DUE else pytest.mark.long) for case in CASES],
+    [pytest.param(case, marks=pytest.mark.kernel_change if case in DUE else pytest.mark.long) for case in SERVED],
 )
 def test_logits_equal_those_of_transformers(case: str, device: torch.device, tmp_path: Path) -> None:
     model = save(case, tmp_path)
