@@ -243,7 +243,10 @@ class GpuBody:
             launch_expert_variants(compute, experts, decoder, spec.moe, configs.variant, max_rows, sorted(ids))
 
     def _forms_of(self, decoder: Decoder, place: int) -> tuple[object, object]:
-        experts = decoder.experts[place] if self.resident is None else self.resident.layers[place].experts.resident
+        if self.resident is None:
+            experts = decoder.experts[place]
+        else:
+            experts = self.resident.layers[self._spec.moe_layers[place]].experts.resident
         return experts.gate_up.form, experts.down.form
 
     def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
 
 from kernels.gpu.moe import MoeWorkspace, SlotExperts, SlotLayout, TritonMoe
 from kernels.gpu.moe_config import MoeConfig, Tile, WeightStorage
@@ -18,12 +17,9 @@ from kernels.ops import CpuOps
 from kernels.packed_experts import ExpertShape
 from kernels.specs import Activation
 from kernels.weight_formats import FORMATS, FP8, INT4_F16, MXFP4, Q4_K, Q5_0, Q6_K, Q8_0, WeightFormat
-from moeserve.engine.memory_plan import rounding_on_gpu
 from moeserve.model.checkpoint import read_index
-from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.weights import load_decoder
 from tests.support.checkpoints import load, spec_of
-from tests.support.gguf_export import write_gguf
 from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.gpu_logits import MAX_LEN, MAX_TOKENS, cpu_logits, difference, gpu_logits, two_requests
 from tests.support.quantised_files import (
@@ -40,6 +36,8 @@ from tests.support.quantised_rows import random_rows
 from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.kernel_change
+
+NOTHING_SERVES = "nothing that serves is installed on this machine"
 
 # Rows whose parts have 64, 32 and 16 weights.
 DEPTHS = [(form, 256) for form in FORMATS.values()] + [(INT4_F16, 64), (FP8, 64), (Q5_0, 64)]
@@ -131,7 +129,9 @@ def test_other_quantised_checkpoints_compute_with_the_values_of_their_files(
     build("mixtral", **sizes).save_pretrained(tmp_path)
     plain, requests = quantise_checkpoint(tmp_path, *layout), two_requests()
     spec = spec_of(tmp_path)
-    rounding = rounding_on_gpu(spec, read_index(tmp_path))
+    rounding = pytest.importorskip("moeserve.engine.memory_plan", reason=NOTHING_SERVES).rounding_on_gpu(
+        spec, read_index(tmp_path)
+    )
     assert rounding.keeps_stored
     limits = {"max_tokens": MAX_TOKENS, "max_model_len": MAX_LEN}
     decoder = build_gpu_decoder(tmp_path, spec, dtype=torch.float32, device=device, rounding=rounding, **limits)
@@ -143,6 +143,12 @@ def test_other_quantised_checkpoints_compute_with_the_values_of_their_files(
 
 def save_gguf(directory: Path) -> Path:
     """Save an MoE model as `Q4_K_M` files mix kinds: other ones for values than for queries, two for `down`."""
+
+    pytest.importorskip("gguf", reason=NOTHING_SERVES)
+    from gguf import GGMLQuantizationType as Kind
+
+    from moeserve.model.gguf.folder import gguf_folder
+    from tests.support.gguf_export import write_gguf
 
     def kind_of(name: str, _: object) -> Kind:
         if name == "output.weight" or any(part in name for part in ("attn_v", "blk.0.ffn_down")):
@@ -160,7 +166,9 @@ def test_a_gguf_model_computes_in_the_bits_of_its_file_as_a_cpu_in_exact_arithme
 ) -> None:
     folder, requests = save_gguf(tmp_path), two_requests()
     spec = spec_of(folder)
-    rounding = rounding_on_gpu(spec, read_index(folder))
+    rounding = pytest.importorskip("moeserve.engine.memory_plan", reason=NOTHING_SERVES).rounding_on_gpu(
+        spec, read_index(folder)
+    )
     limits = {"max_tokens": MAX_TOKENS, "max_model_len": MAX_LEN}
     decoder = build_gpu_decoder(folder, spec, dtype=torch.float32, device=device, rounding=rounding, **limits)
     assert {experts.down.form.name for experts in decoder.experts} == {"q6_k", "q4_k"}

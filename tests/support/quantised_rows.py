@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import gguf
+from typing import Any
+
+import pytest
 import torch
 
 from kernels.weight_formats import (
@@ -53,6 +55,7 @@ def random_rows(form: WeightFormat, num_rows: int, depth: int) -> QuantizedRows:
         halves = pairs.view(num_rows, -1, 16)
         parts = [scales.half().repeat_interleave(2, 1).unsqueeze(-1).view(torch.uint8), halves]
         return QuantizedRows(form, torch.cat(parts, -1).flatten(1), depth)
+    gguf: Any = pytest.importorskip("gguf", reason="a machine for kernels alone may lack it")
     kind = gguf.GGMLQuantizationType[form.name.upper()]
     if form.block == 32:
         data = torch.from_numpy(gguf.quantize(torch.randn(num_rows, depth).numpy(), kind))

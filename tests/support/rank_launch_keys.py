@@ -99,6 +99,7 @@ def load(folder: Path, spec: DecoderSpec, storage: str, kv: str, way: str, other
         expert_memory=slot_bytes(spec, expert_storage(spec, DTYPE, storage)) if way == "slots" else None,
         expert_policy="lru",
         expert_prefetch="off",
+        expert_compute="copy",
     )
     placement = contiguous(len(spec.moe_layers), spec.moe.num_experts, 2)
     plan = ModelPlan(spec, DTYPE, KvBudget(0, 0), 0, placement, device="cuda")

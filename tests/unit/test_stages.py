@@ -77,7 +77,7 @@ def test_more_ranks_than_layers_are_refused() -> None:
     ("changes", "said"),
     [
         ({"expert_parallel_size": 2, "rebalance_interval": 9.0}, "--rebalance-interval does not go together"),
-        ({"expert_parallel_size": 2, "nnodes": 2}, "is for ranks of one machine so far"),
+        ({"expert_parallel_size": 2, "nnodes": 2}, "is for the ranks of one machine so far"),
         ({"expert_memory": 2**30}, "--expert-memory does not go together"),
         ({"expert_store_dir": "x"}, "--expert-store-dir does not go together"),
         ({"kv_transfer_config": "{}"}, "--kv-transfer-config does not go together"),

@@ -114,7 +114,7 @@ class Shelf:
     def part(self, table: str, column: str, row: int, start: int, size: int) -> bytes:
         """Return bytes of a column's value, from `start` on, without reading the value whole. row: its rowid."""
         with self.db.blobopen(table, column, row, readonly=True) as value:
-            value.seek(start)
+            value.seek(min(start, len(value)))
             return value.read(size)
 
     @contextmanager
