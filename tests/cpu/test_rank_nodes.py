@@ -214,7 +214,7 @@ def test_settings_of_several_nodes_that_do_not_fit_are_refused(tmp_path: Path) -
     check_nodes(ServeConfig())
     for changes, sentence in (
         ({"expert_parallel_size": 3}, "cannot be shared equally by 2 nodes"),
-        ({"expert_parallel_size": 1}, "cannot be shared equally by 2 nodes"),
+        ({"expert_parallel_size": 1}, "--nnodes 2 needs a rank for each node"),
         ({"node_rank": 2}, "2 nodes count from 0 to 1"),
         ({"rdzv_endpoint": None}, "--rdzv-endpoint HOST:PORT"),
         ({"rdzv_endpoint": "host"}, "--rdzv-endpoint HOST:PORT"),
