@@ -135,7 +135,7 @@ def _prompts(sample: dict[str, Any]) -> Iterator[Text]:
         line = Text("last one   ", style="dim").append(f"{latest['cached']:,} of {latest['tokens']:,} cached", "bold")
         line.append(f" · {period(latest['seconds'])}")
         if sample["saved_seconds"]:
-            line.append(f" · saved {period(sample['saved_seconds'])} since the start", "cyan")
+            line.append(f" · saved {period(sample['saved_seconds'])} today", "cyan")
         yield line
 
 

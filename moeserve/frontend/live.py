@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import date
 from typing import NamedTuple
 
 import msgspec
@@ -95,9 +96,9 @@ class Sample(msgspec.Struct, frozen=True):
     and `hit_rate` are of the latest ten samples; None where nothing was measured. `rejections` and `preemptions` count
     since the start. `below`: the tiers, highest first; none where KV is in memory alone. `drafts`: None where no drafts
     are made. `prompts`: None where none is being computed. `latest_prompt`: None before the first. `saved_seconds`: the
-    time that steps would have taken since the start for prompt tokens that were cached. `queue`: from admission to the
-    first step. `refused_rate` and `failed_rate` are requests per minute since the sample before. `memory_bytes`: of the
-    model process, shared pages of files included. `restarts`: of the engine, since the start."""
+    time that steps would have taken today for prompt tokens that were cached. `queue`: from admission to the first
+    step. `refused_rate` and `failed_rate` are requests per minute since the sample before. `memory_bytes`: of the model
+    process, shared pages of files included. `restarts`: of the engine, since the start."""
 
     time: float
     running: int
@@ -132,6 +133,7 @@ class _Point(msgspec.Struct, frozen=True):
     stats: Stats
     measured: Measured
     process: Process
+    saved_seconds: float
 
     @property
     def refused(self) -> int:
@@ -143,6 +145,25 @@ class Process(NamedTuple):
 
     memory_bytes: int | None = None
     restarts: int = 0
+
+
+class _OfToday:
+    """Adds up what a counter has gained today. The counter begins anew with each engine."""
+
+    def __init__(self, today: Callable[[], date]) -> None:
+        self._today = today
+        self._day = today()
+        self._last: float | None = None
+        self.gained = 0.0
+
+    def take(self, value: float) -> float:
+        """Return the sum with this value of the counter; what it had counted before the first call is left out."""
+        if (day := self._today()) != self._day:
+            self._day, self.gained = day, 0.0
+        if self._last is not None:
+            self.gained += value - self._last if value >= self._last else value
+        self._last = value
+        return self.gained
 
 
 class LiveStats:
@@ -157,11 +178,13 @@ class LiveStats:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         process: Callable[[], Process] = Process,
+        today: Callable[[], date] = date.today,
     ) -> None:
         """process: tells of the model process as it is now."""
         self.samples: deque[Sample] = deque(maxlen=_KEPT_SAMPLES)
         self.hour: deque[Sample] = deque(maxlen=_KEPT_SAMPLES)
         self._process = process
+        self._saved = _OfToday(today)
         self._coarse: _Point | None = None
         self.closed = False
         self._metrics = metrics
@@ -177,7 +200,8 @@ class LiveStats:
         if self._points and _is_new_engine(self._points[-1].stats, stats):
             self._points.clear()
             self._coarse = None
-        point = _Point(now, stats, self._metrics.measured(), self._process())
+        saved = self._saved.take(_total(stats.features, "moeserve_prompt_seconds_saved") or 0.0)
+        point = _Point(now, stats, self._metrics.measured(), self._process(), saved)
         if self._points:
             self.samples.append(_sample(self._points, point))
         self._points.append(point)
@@ -250,7 +274,7 @@ def _sample(points: Sequence[_Point], now: _Point) -> Sample:
         drafts=_drafts(last.stats.features, stats.features, seconds),
         prompts=_prompts(stats.features),
         latest_prompt=_latest_prompt(stats.features),
-        saved_seconds=round(_total(stats.features, "moeserve_prompt_seconds_saved") or 0.0, 1),
+        saved_seconds=round(now.saved_seconds, 1),
         queue=quantiles(measured.queue.upper, before.queue.counts, measured.queue.counts),
         refused_rate=round(60 * max(0, now.refused - last.refused) / seconds, 2),
         failed_rate=round(60 * max(0, measured.failed - last.measured.failed) / seconds, 2),

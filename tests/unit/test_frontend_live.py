@@ -1,6 +1,7 @@
 """Live figures from the engine's stats, and who waits for them."""
 
 import asyncio
+from datetime import date
 from typing import Any
 
 import pytest
@@ -108,6 +109,17 @@ def test_prompts_under_way_and_the_latest_one_are_told_where_there_are_some(cloc
     assert second.prompts == PromptsNow(2, 21034, 6016, 12842, 41.3)
     assert second.latest_prompt == LatestPrompt(300, 256, 0.9)
     assert second.saved_seconds == 1560.0
+
+
+def test_the_time_that_the_cache_has_saved_is_of_today_and_goes_on_with_another_engine(clock: Clock) -> None:
+    days = iter([1, 1, 1, 1, 2, 2])  # the first look is before any figure
+    figures = LiveStats(Metrics(), clock, today=lambda: date(2026, 1, next(days)))
+    told = []
+    for saved in (50.0, 60.0, 3.0, 4.0, 6.0):
+        figures.on_stats(stats(features={"moeserve_prompt_seconds_saved": [[saved]]}))
+        clock.forward(1)
+        told.append(figures.latest.saved_seconds if figures.latest else None)
+    assert told == [None, 10.0, 13.0, 1.0, 3.0]
 
 
 def test_kv_below_memory_is_told_where_there_is_some(clock: Clock) -> None:

@@ -111,7 +111,7 @@ def test_a_long_prompt_shows_how_far_it_is_and_the_latest_one_what_was_cached() 
     latest = {"tokens": 21034, "cached": 20812, "seconds": 0.9}
     shown = lines_of({**SAMPLE, "prompts": prompts, "latest_prompt": latest, "saved_seconds": 1560.0})
     assert "computing  8,192 of 21,034 (6,016 cached) · 41 s left" in shown
-    assert "last one   20,812 of 21,034 cached · 0.9 s · saved 26 min since the start" in shown
+    assert "last one   20,812 of 21,034 cached · 0.9 s · saved 26 min today" in shown
     assert "of 3 prompts" in "\n".join(lines_of({**SAMPLE, "prompts": {**prompts, "requests": 3}}))
 
 

@@ -129,7 +129,7 @@ function showPrompts({ prompts, latest_prompt: latest, saved_seconds: saved }) {
     const many = prompts.requests > 1 ? ` of ${count(prompts.requests)} prompts` : "";
     find("#computing span").textContent = `${count(done)} of ${count(prompts.tokens)} (${count(prompts.cached)} cached)${many} · ${duration(prompts.seconds_left)} left`;
   }
-  const savings = saved ? ` · the cache has saved ${duration(saved)} since the start` : "";
+  const savings = saved ? ` · the cache has saved ${duration(saved)} today` : "";
   find("#latest-prompt").textContent = latest ? `Latest prompt: ${count(latest.cached)} of ${count(latest.tokens)} cached, ${milliseconds(latest.seconds)}${savings}` : "";
 }
 
