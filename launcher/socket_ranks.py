@@ -1,4 +1,4 @@
-"""What `--device auto` starts on a CPU with several NUMA nodes: a rank on each, which share the layers.
+"""`--device auto` starts a rank on each of several NUMA nodes of a CPU; the ranks share the layers.
 
 A single process reads half of its weights across the link between two sockets. Ranks keep to the cores of their nodes
 (`moeserve.engine.ranks.cores`), and so to their memory.

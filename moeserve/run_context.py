@@ -41,7 +41,7 @@ class RunContext:
 
     @property
     def takes_any_name(self) -> bool:
-        """Whether requests may name any model: `*` is among the names that the user gives."""
+        """Return whether requests may name any model: `*` is among the names that the user gives."""
         return ANY_NAME in self.config.served_model_name
 
     @property

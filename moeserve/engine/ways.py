@@ -30,8 +30,8 @@ ETHERNET = Link("10 Gbit Ethernet", 1.1e9, 100e-6)
 
 @dataclass(frozen=True, slots=True)
 class RankMachine:
-    """What each rank runs on. num_bytes: of memory, for weights, keys and values. bytes_per_second: at which it is
-    read. layer_s: the seconds that a layer takes beside that."""
+    """The hardware of each rank. num_bytes: its memory for weights, keys and values. bytes_per_second: at which that
+    memory is read. layer_s: the seconds that a layer takes beside the reading."""
 
     num_bytes: int
     bytes_per_second: float

@@ -65,8 +65,8 @@ class Arrival(Generic[J]):
 
 
 class Arrivals(Generic[J]):
-    """What is on its way, by its job. Once nobody waits for an arrival any more its job is cancelled and its lease
-    released; its blocks are free when the job has ended."""
+    """The arrivals that are on their way, by their jobs. Once nobody waits for an arrival any more its job is cancelled
+    and its lease released; its blocks are free when the job has ended."""
 
     def __init__(self) -> None:
         self._open: dict[J, Arrival[J]] = {}

@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 
 import launcher.doctor
 import moeserve.machine
+from benchmarks.ways import MODELS
 from launcher.cli import main
 from moeserve.config import ServeConfig
 from moeserve.engine.doctor import NativeModel, examine, kinds_of_layers, parameters_of, setups_of, sizes_of, summary
@@ -44,21 +45,7 @@ GIB = 2**30
 # Compute capability and bytes of shared memory.
 HOPPER = ((9, 0), 227 << 10)
 MACHINE = Machine("a processor", 4, ("AVX2",), 64 * GIB, 32 * GIB, 50e9)
-# The sizes of Qwen3-30B-A3B.
-QWEN3 = {
-    "model_type": "qwen3_moe",
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "dtype": "bfloat16",
-}
+QWEN3 = {**MODELS["Qwen3-30B-A3B"], "dtype": "bfloat16"}
 
 
 def folder_of(config: dict[str, Any], folder: Path) -> Path:

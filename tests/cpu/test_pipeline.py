@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.token_engine import Completion, TokenEngine
+from benchmarks.ways import MODELS
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import check_stage, plan_model, read_spec, stage_bytes, weights_bytes
 from moeserve.engine.ranks.settings import layers_of_ranks
@@ -28,19 +29,6 @@ from tests.support.model_searches import searched
 from tests.support.staged_engine import StagedEngine
 from tests.support.tiny_models import CASES, save
 
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe",
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
 TWO = replace(BASE, pipeline_parallel_size=2)
 # Stages with attention alone and with recurrent layers alone; a layer each.
 SPLITS = {"qwen3_next-recurrent-end": "1,3", "gpt_oss": "1,1,1", "llama": "1,1,1"}
@@ -181,7 +169,7 @@ def test_a_stage_that_does_not_fit_into_the_memory_of_its_own_machine_is_refused
 
 
 def test_two_ranks_hold_little_more_than_half_of_qwen3_30b_a3b_each(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
     spec = build_spec(load_config(tmp_path))
     for num_layers in (4, 48):
         cut = replace(spec, sparse_layers=spec.sparse_layers[:num_layers], windows=spec.windows[:num_layers])

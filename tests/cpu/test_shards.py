@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.token_engine import Completion, TokenEngine
+from benchmarks.ways import MODELS
 from experts.placement.placement import contiguous
 from moeserve.engine.memory_plan import check_shard, plan_model, shard_bytes, weights_bytes
 from moeserve.model.checkpoint import read_index
@@ -20,7 +21,6 @@ from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.sizes import expected_index
 from moeserve.model.spec import ModelError, UnsupportedModel
 from moeserve.plan import SamplingParams
-from tests.cpu.test_pipeline import QWEN3_30B_A3B
 from tests.support.llm_prompts import BASE, PROMPTS, SAMPLINGS, assert_same
 from tests.support.sharded_engine import ShardedEngine
 from tests.support.tiny_models import CASES, build, save
@@ -126,13 +126,14 @@ def test_the_plan_counts_what_ranks_hold(case: str, tmp_path: Path) -> None:
     sharded.close()
 
 
+QWEN3 = MODELS["Qwen3-30B-A3B"]
 LLAMA_8B = {
     **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
 }
 
 
-@pytest.mark.parametrize(("config", "num_layers"), [(QWEN3_30B_A3B, 4), (QWEN3_30B_A3B, 48), (LLAMA_8B, 32)])
+@pytest.mark.parametrize(("config", "num_layers"), [(QWEN3, 4), (QWEN3, 48), (LLAMA_8B, 32)])
 def test_two_ranks_hold_little_more_than_half_of_a_model_each(
     config: dict[str, object], num_layers: int, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def kill_in_turn(running: Service, ranks: Iterable[int]) -> None:
         assert [event["choices"] for event in found] == [event["choices"] for event in whole]
         wait_until(lambda rank=rank, copy=copy: pid_of(running, f"rank {rank}") not in (None, copy))
         wait_until(lambda rank=rank, copy=copy: f"Rank {rank} (process {copy})" in running.errors.read_text())
+        assert running.process.poll() is None
 
 
 def test_stages_whose_ranks_share_the_experts_have_the_answers_of_one_stage(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_layers_over_ranks import PATIENT, ask, ask_all, bodies
+from tests.e2e.test_layers_over_ranks import PATIENT, ask, ask_all, bodies, kill_in_turn
 from tests.support.kills import pid_of
 from tests.support.saved_models import saved_model
-from tests.support.service import Service, descendants, is_alive, service, wait_until
+from tests.support.service import descendants, is_alive, service, wait_until
 from tests.support.tiny_model import write_model_dir
 
 TWO = ("--tensor-parallel-size", "2", *PATIENT)
@@ -62,21 +61,6 @@ def test_ranks_that_share_each_layer_give_the_answers_of_one_rank_and_end_cleanl
         wait_until(lambda: not any(map(is_alive, processes)))
 
 
-def killed_in_turn(running: Service, ranks: tuple[int, ...]) -> Iterator[None]:
-    """Kill each rank while a stream is open; the stream must be whole."""
-    whole = list(running.stream(max_tokens=200, temperature=1.0, seed=3))
-    for rank in ranks:
-        events = running.stream(max_tokens=200, temperature=1.0, seed=3)
-        begun = [next(events)]
-        copy = pid_of(running, f"rank {rank}")
-        assert copy is not None
-        os.kill(copy, signal.SIGKILL)
-        found = [*begun, *events]
-        assert [event["choices"] for event in found] == [event["choices"] for event in whole]
-        wait_until(lambda rank=rank, copy=copy: pid_of(running, f"rank {rank}") not in (None, copy))
-        yield
-
-
 @pytest.mark.parametrize(
     ("settings", "ranks"),
     [((), (1, 0)), pytest.param(("--expert-parallel-size", "2"), (3, 1, 2, 0), marks=pytest.mark.long)],
@@ -86,8 +70,7 @@ def test_a_killed_rank_is_a_pause_and_no_whole_start(
 ) -> None:
     with service(model, tmp_path_factory.mktemp("s"), *TWO, *settings) as running:
         expected = ask_all(running)
-        for _ in killed_in_turn(running, ranks):
-            assert running.process.poll() is None
+        kill_in_turn(running, ranks)
         assert ask_all(running) == expected
         running.process.send_signal(signal.SIGTERM)
         assert running.end() == 0

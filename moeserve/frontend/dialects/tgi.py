@@ -80,7 +80,8 @@ _SAMPLED = ("do_sample", "temperature", "top_k", "top_p")
 
 
 class _Shown(msgspec.Struct, frozen=True):
-    """What the answer repeats. details: tokens and reason. prompt: the text before the answer's, empty without it."""
+    """Fields of the request that shape the answer. details: tokens and reason are asked for. prompt: the answer begins
+    with this text."""
 
     details: bool = False
     prompt: str = ""

@@ -44,7 +44,6 @@ from moeserve.plan import Terms
 
 _LOOK_APART_S = 0.05  # between two looks whether the store has changed, while jobs of other processes are followed
 
-# The comment in a stream that another life of the engine continues; the usage says so too if it is asked for.
 # A stream's status waits for the first token at most this many keep-alive intervals: until then the request can still
 # be refused.
 STATUS_WAITS = 1.5
@@ -205,7 +204,7 @@ class JobView:
 
     @property
     def streams(self) -> bool:
-        """Whether the client that made it asked for events."""
+        """Return whether the client that made the job asked for events."""
         return self._prepared.request.stream
 
     async def events(self, after: int = -1) -> AsyncGenerator[Piece]:

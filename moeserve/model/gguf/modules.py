@@ -51,7 +51,7 @@ _IGNORED = re.compile(r"blk\.\d+\.(nextn\.|attn_rot_embd)")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What an architecture has of its own.
+    """The differences of an architecture from the common table.
 
     replaced: parts of parameters' names and what the table calls them. ends: further `_ENDS`, which go first.
     arrangements: by the beginning of a tensor's name in its block. ignored: tensors that a file may hold beside the
