@@ -8,7 +8,6 @@ import resource
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from math import ceil
 from pathlib import Path
@@ -17,12 +16,13 @@ from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
 from moeserve.engine.experts.settings import check_experts, plan_placement
 from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
-from moeserve.engine.ranks.settings import check_pipeline, check_tensor
+from moeserve.engine.ranks.settings import check_pipeline, check_tensor, layers_of_ranks
 from moeserve.frontend.keys import load_keys as load_api_keys
 from moeserve.frontend.limits import connections_within
 from moeserve.frontend.routes.cache import load_public_prefixes
 from moeserve.model.families import build_spec
 from moeserve.model.families import load_config as load_model_config
+from moeserve.model.shards import check_shards
 from moeserve.model.spec import ModelError
 from moeserve.settings.kv_events import parse_kv_events
 
@@ -111,11 +111,21 @@ def check_settings(config: ServeConfig) -> None:
 
 
 def check_shares(folder: Path, config: ServeConfig) -> None:
-    """Raise ConfigError where the experts of the model in a folder cannot be shared among the ranks."""
-    if config.expert_parallel_size == 1 or config.model_impl == "transformers":
+    """Raise ConfigError where the ranks cannot share the model in a folder: its experts, layers or heads."""
+    if config.num_ranks == 1 or config.model_impl == "transformers":
         return
-    with suppress(ModelError):  # of a type on transformers' code, or one that is refused once it is loaded
-        plan_placement(folder, build_spec(load_model_config(folder)), config)
+    try:
+        spec = build_spec(load_model_config(folder))
+    except ModelError:
+        return  # of a type on transformers' code, or one that is refused once it is loaded
+    layers_of_ranks(config, [1] * spec.num_layers)
+    if config.expert_parallel_size > 1:
+        plan_placement(folder, spec, config)
+    if config.tensor_parallel_size > 1:
+        try:
+            check_shards(spec, config.tensor_parallel_size)
+        except ModelError as error:
+            raise ConfigError(str(error)) from None
 
 
 def check_nodes(config: ServeConfig) -> None:

@@ -120,6 +120,9 @@ OF_THE_MODEL = [
     ("--max-model-len 100000", "--max-model-len 100000 exceeds the model's 65536 tokens."),
     ("--expert-memory 1KiB", "--expert-memory"),
     ("--expert-parallel-size 3", "4 experts cannot be shared equally among 3 ranks."),
+    ("--pipeline-parallel-size 40", "--pipeline-parallel-size 40 is more than the"),
+    ("--pipeline-parallel-size 2 --layers-per-rank 9,9", "--layers-per-rank 9,9 is not 2 numbers that add up to"),
+    ("--tensor-parallel-size 16", "2 KV heads of this mixtral model cannot be shared"),
     ("--device cuda", "make venv TORCH=cuda"),
 ]
 
