@@ -47,7 +47,6 @@ _SETTINGS = (
     "dtype",
     "quantization",
     "arithmetic",
-    "expert_quantization",
     "max_model_len",
     "block_size",
     "kv_cache_memory",

@@ -34,6 +34,7 @@ _FLAGS_OF_OTHERS = {
     **dict.fromkeys(("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"), "--kv-cache-dtype is for keys and values"),
     **dict.fromkeys(("--alias", "-a"), "--served-model-name names the model for clients"),
     **dict.fromkeys(("--enable-auto-tool-choice", "--jinja"), "calls of tools are always read"),
+    **dict.fromkeys(("--expert-quantization",), "--quantization experts=FORM rounds the experts alone"),
     **dict.fromkeys(("--trust-remote-code",), "code of a model's repository is never run"),
 }
 

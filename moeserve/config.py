@@ -25,72 +25,15 @@ from moeserve.settings.drafts import parse_speculative
 from moeserve.settings.generation import parse_effort_budgets, parse_generation
 from moeserve.settings.kv_events import parse_kv_events
 from moeserve.settings.layers import parse_layers
-from moeserve.settings.models import read_model, refuse_gguf_kind
+from moeserve.settings.models import read_model
+from moeserve.settings.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from moeserve.settings.quantities import parse_duration, parse_limits, parse_size
+from moeserve.settings.weights import WeightForms, parse_quantization
 
 # The packaging reads it too. Skip versions 0.18.2 to 0.19: with such a version transformers mistakes the distribution
 # that has the import name `kernels` for its optional kernel loader.
 VERSION = "0.1.0"
 
-# The names in `moeserve.frontend.parsers.families`, which this module cannot import.
-TOOL_CALL_PARSERS = (
-    "auto",
-    "none",
-    "apertus",
-    "cohere",
-    "deepseek",
-    "deepseek-v3.2",
-    "deepseek-v4",
-    "deepseek-v4.1",
-    "dots",
-    "gemma4",
-    "glm",
-    "granite",
-    "harmony",
-    "hermes",
-    "hunyuan",
-    "hy",
-    "inkling",
-    "k2-horizon",
-    "kimi",
-    "kimi-k3",
-    "lfm2",
-    "llama3",
-    "llama4",
-    "longcat",
-    "mimo",
-    "minimax",
-    "minimax-m3",
-    "mistral",
-    "muse",
-    "olmo3",
-    "phi",
-    "qwen3-coder",
-    "seed",
-    "solar",
-    "step3",
-    "zaya",
-)
-REASONING_PARSERS = (
-    "auto",
-    "none",
-    "apertus",
-    "cohere",
-    "ernie",
-    "gemma4",
-    "granite",
-    "harmony",
-    "hunyuan",
-    "inkling",
-    "kimi-k3",
-    "longcat",
-    "minimax-m3",
-    "mistral",
-    "muse",
-    "seed",
-    "solar",
-    "think",
-)
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -219,23 +162,17 @@ class ServeConfig:
     )
     quantization: str = _model(
         "none",
-        "How all weights are kept on a CPU, rounded in groups of 32 while they are loaded; none is as in the "
-        "checkpoint. With int4 some matrices have 6 or 8 bits.",
-        choices=("none", "int8", "int4"),
-        check=refuse_gguf_kind,
+        "Form to which weights are rounded while they are loaded: int8 or int4 (some matrices then have 6 or 8 bits), "
+        "on a CPU; experts=FORM rounds the experts alone, int8,experts=int4 gives them another form than the rest. A "
+        "GPU rounds experts alone, to int8, fp8 or int4. none keeps the checkpoint's.",
+        check=parse_quantization,
+        metavar="FORM[,experts=FORM]",
     )
     arithmetic: str = _model(
         "auto",
         "How quantised weights multiply on a CPU: int8 rounds activations to 8 bits, exact keeps them in float32; auto "
         "is int8.",
         choices=("auto", "int8", "exact"),
-    )
-    expert_quantization: str = _model(
-        "none",
-        "How the weights of the experts are kept, rounded while they are loaded: none is --quantization, or on a GPU "
-        "the checkpoint's bits or --dtype; fp8 is for a GPU.",
-        choices=("none", "int8", "fp8", "int4"),
-        check=refuse_gguf_kind,
     )
     threads: int = _model(0, "Threads of each rank; 0 shares out all cores this process may use.", minimum=0)
     max_model_len: int | None = _model(None, "Longest prompt plus output, in tokens.", minimum=1)
@@ -560,6 +497,10 @@ class ServeConfig:
     )
     log_level: str = _operation("info", "Least severe log line printed.", choices=("debug", "info", "warning", "error"))
     log_format: str = _operation("auto", "Log lines for people or machines.", choices=("auto", "console", "json"))
+
+    @property
+    def weight_forms(self) -> WeightForms:
+        return parse_quantization(self.quantization)
 
     @property
     def num_ranks(self) -> int:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 # Settings that only a GPU honours.
 _OF_A_GPU = ("gpu_memory_utilization", "enforce_eager", "expert_compute")
-# Settings that only a CPU honours.
-_OF_A_CPU = ("quantization", "arithmetic")
 # The memory of graphs where none has been captured, an estimate: the allocations of a decode step, once for all sizes,
 # and the driver's copies of nodes.
 GRAPH_BYTES = 512 * 2**20
@@ -68,15 +66,15 @@ def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None
 def refuse_gpu_settings(config: ServeConfig, needed: str) -> None:
     """Raise ConfigError if a setting that only a GPU honours is changed. needed: its requirement, in words."""
     refuse_changed(config, _OF_A_GPU, needed)
-    if config.expert_quantization == "fp8":
-        raise ConfigError(f"--expert-quantization fp8 needs {needed}.")
+    if config.weight_forms.experts == "fp8":
+        raise ConfigError(f"--quantization {config.quantization} needs {needed}.")
     if config.kv_cache_dtype == "fp8_e4m3":
         raise ConfigError(f"--kv-cache-dtype fp8_e4m3 needs {needed}.")
 
 
 def needs_fp8(config: ServeConfig) -> bool:
     """Return whether kernels read fp8 e4m3."""
-    return config.kv_cache_dtype == "fp8_e4m3" or config.expert_quantization == "fp8"
+    return config.kv_cache_dtype == "fp8_e4m3" or config.weight_forms.experts == "fp8"
 
 
 def cuda_absence(needs_fp8: bool) -> str | None:
@@ -122,16 +120,16 @@ def incapability(capability: tuple[int, int], needs_fp8: bool) -> str | None:
 
 
 def _unsupported(config: ServeConfig) -> str | None:
-    for name in ("expert_quantization", "kv_cache_dtype"):
-        if getattr(config, name) != getattr(ServeConfig, name):
-            flag = f"--{name.replace('_', '-')}"
-            if config.dtype == "float32":
-                return f"{flag} is for 16 bits: use --dtype bfloat16 or float16"
+    if config.dtype == "float32":
+        for name in ("quantization", "kv_cache_dtype"):
+            if getattr(config, name) != getattr(ServeConfig, name):
+                return f"--{name.replace('_', '-')} is for 16 bits: use --dtype bfloat16 or float16"
     if config.kv_cache_dtype not in ("auto", "fp8_e4m3"):
         return f"--kv-cache-dtype {config.kv_cache_dtype} is for a CPU; a GPU has fp8_e4m3"
-    for name in _OF_A_CPU:
-        if getattr(config, name) != getattr(ServeConfig, name):
-            return f"--{name} is for a CPU; a GPU has --expert-quantization"
+    if config.weight_forms.others != "none":
+        return f"--quantization {config.quantization} is for a CPU; a GPU rounds experts alone, as experts=int4"
+    if config.arithmetic != "auto":
+        return f"--arithmetic {config.arithmetic} is for a CPU"
     if config.block_size & (config.block_size - 1):
         return f"--block-size {config.block_size} is not a power of two"
     return None

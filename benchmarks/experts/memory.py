@@ -48,7 +48,7 @@ _TIMED_STEPS, _TIMED_TOKENS = 32, 192
 @dataclass(frozen=True, slots=True)
 class Setting:
     """residency: share of the experts that the memory holds, whole slots per layer. bandwidth: of the emulated link, in
-    bytes per second, None for the disk as it is. quantization: of the experts' weights."""
+    bytes per second, None for the disk as it is. quantization: as `--quantization`."""
 
     folder: Path
     residency: float = 1.0
@@ -87,7 +87,7 @@ class Contestant:
             expert_memory=_expert_memory(setting),
             expert_policy=setting.policy,
             expert_prefetch=setting.prefetch,
-            expert_quantization=setting.quantization,
+            quantization=setting.quantization,
             expert_store_dir=None if store is None or setting.bandwidth is None else str(store),
             threads=1,
         )
@@ -147,7 +147,7 @@ def _write_expert_file(setting: Setting, config: ServeConfig) -> None:
     """
     spec, dtype = read_spec(setting.folder, config)
     assert spec.moe is not None
-    rounding = Rounding.named(config.quantization, config.expert_quantization, config.arithmetic)
+    rounding = Rounding.named(config.quantization, config.arithmetic)
     stored = stored_experts(setting.folder, spec, dtype, rounding)
     layouts = layouts_in_store(setting.folder, spec, dtype, rounding)
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir)
@@ -219,7 +219,7 @@ def bandwidth_for(folder: Path, beta: float, layer_s: float) -> int:
 def slot_bytes(folder: Path, quantization: str = "none") -> int:
     spec, dtype = read_spec(folder, ServeConfig())
     assert isinstance(spec, DecoderSpec)
-    rounding = Rounding.named("none", quantization, "auto")
+    rounding = Rounding.named(quantization, "auto")
     return round_to_page(layouts_in_store(folder, spec, dtype, rounding).num_bytes)
 
 
@@ -315,8 +315,9 @@ def throughput(amount: Amount, progress: Progress) -> Iterator[Figure]:
     folder = folder_of(build, amount, progress)
     layer_s = layer_seconds(folder)
     tables = [((0.5,), 1.0)] if amount.quick else [((0.25, 0.5), 1.0), ((0.5,), 0.5), ((0.5,), 2.5)]
-    for quantization, (residencies, beta) in product(("int8",) if amount.quick else ("none", "int8"), tables):
-        kind = "float32" if quantization == "none" else quantization
+    forms = ("experts=int8",) if amount.quick else ("none", "experts=int8")
+    for quantization, (residencies, beta) in product(forms, tables):
+        kind = "float32" if quantization == "none" else "int8"
         bandwidth = bandwidth_for(folder, beta, layer_s)
         arms = [
             Setting(folder, quantization=quantization),

@@ -21,20 +21,20 @@ from moeserve.model.rounding import Rounding
 from moeserve.model.source import resolve_model
 from moeserve.model.spec import ModelError
 
-# (quantization, experts' quantization, arithmetic, dtype of keys and values), as the flags of `moeserve serve` name
-# them; the first is compared with.
-Form = tuple[str, str, str, str]
+# (quantization, arithmetic, dtype of keys and values), as the flags of `moeserve serve` name them; the others are
+# compared with the first.
+Form = tuple[str, str, str]
 FORMS: tuple[Form, ...] = (
-    ("none", "none", "exact", "float32"),
-    ("none", "none", "exact", "bfloat16"),
-    ("none", "none", "exact", "int8"),
-    ("int8", "none", "int8", "float32"),
-    ("int8", "none", "int8", "bfloat16"),
-    ("int8", "none", "exact", "float32"),
-    ("none", "int4", "int8", "bfloat16"),
-    ("int4", "none", "int8", "bfloat16"),
-    ("int4", "none", "exact", "float32"),
-    ("int4", "none", "int8", "int8"),
+    ("none", "exact", "float32"),
+    ("none", "exact", "bfloat16"),
+    ("none", "exact", "int8"),
+    ("int8", "int8", "float32"),
+    ("int8", "int8", "bfloat16"),
+    ("int8", "exact", "float32"),
+    ("experts=int4", "int8", "bfloat16"),
+    ("int4", "int8", "bfloat16"),
+    ("int4", "exact", "float32"),
+    ("int4", "int8", "int8"),
 )
 # The same of a quantised model, whose weights stay as they are: (arithmetic, dtype of keys and values).
 _STORED_FORMS = (("exact", "float32"), ("auto", "bfloat16"))
@@ -54,8 +54,8 @@ def measure(folder: Path, max_tokens: int, forms: Sequence[Form] = FORMS) -> Ite
 
     One form is in memory at a time. Raise ModelError, also for experts that cannot be quantised.
     """
-    for quantization, experts, arithmetic, kv_dtype in forms:
-        rounding = Rounding.named(quantization, experts, arithmetic)
+    for quantization, arithmetic, kv_dtype in forms:
+        rounding = Rounding.named(quantization, arithmetic)
         if rounding.experts is not None:
             layouts_in_store(folder, build_spec(load_config(folder)), torch.float32, rounding)
         name = "as in the checkpoint" if rounding.is_none else f"{rounding.name}, activations {rounding.arithmetic}"

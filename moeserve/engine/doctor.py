@@ -347,6 +347,7 @@ def _refusal(config: ServeConfig, model: KnownModel) -> Setup | None:
         if config.device == "cpu":
             is_native = isinstance(model, NativeModel)
             refuse_gpu_settings(config, "--device cuda" if is_native else "a model on our own code, with --device cuda")
+        choose_device(config, lambda _: None)
         check_kv_tiers(config, config.device)
         check_pipeline(config)
         check_tensor(config)
@@ -549,8 +550,8 @@ def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig, h
         tried.append(replace(config, expert_parallel_size=num_gpus))
     dtype = compute_dtype(config, "cuda")
     kept = any(shape.formats for shape in _expert_shapes(model, dtype))
-    if config.expert_quantization == "none" and config.dtype != "float32" and not kept:
-        tried += [replace(config, expert_quantization=form) for form in ("int8", "int4")]
+    if config.quantization == "none" and config.dtype != "float32" and not kept:
+        tried += [replace(config, quantization=f"experts={form}") for form in ("int8", "int4")]
     for smaller in tried:
         setup = _gpu_setup(model, gpu, smaller, host_bytes)
         yield setup
@@ -653,7 +654,7 @@ def _experts_on_gpu(model: NativeModel, dtype: torch.dtype, config: ServeConfig)
 
     spec, shapes = model.spec, _expert_shapes(model, dtype)
     if config.expert_memory is not None:
-        storage = expert_storage(spec, dtype, config.expert_quantization, shapes)
+        storage = expert_storage(spec, dtype, config.weight_forms.experts, shapes)
         with torch.device("meta"):
             residency = plan_gpu_residency(spec, dtype, config.expert_memory, storage, shapes=shapes)
         if residency is not None:
@@ -672,7 +673,7 @@ def _check_kernels(
     from kernels.gpu.device import Multiprocessor
     from moeserve.model.gpu.kernels import attention_shape, check_shared_memory, expert_storage
 
-    storage = expert_storage(model.spec, dtype, config.expert_quantization, _expert_shapes(model, dtype))
+    storage = expert_storage(model.spec, dtype, config.weight_forms.experts, _expert_shapes(model, dtype))
     multiprocessor = Multiprocessor.of(gpu.capability, gpu.shared_bytes)
     shape = attention_shape(model.spec, config.block_size, dtype, multiprocessor, kv_dtype)
     check_shared_memory(model.spec, storage, shape)
@@ -686,7 +687,7 @@ def _slot_layouts(model: NativeModel, dtype: torch.dtype, config: ServeConfig) -
     shapes = _expert_shapes(model, dtype)
     # A layout is made from empty experts, which must take no memory.
     with torch.device("meta"):
-        storage = expert_storage(model.spec, dtype, config.expert_quantization, shapes)
+        storage = expert_storage(model.spec, dtype, config.weight_forms.experts, shapes)
         return slot_layouts(model.spec, dtype, storage, shapes)
 
 

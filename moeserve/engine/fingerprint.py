@@ -48,8 +48,7 @@ def fingerprint_of(config: ServeConfig, rank: Rank, model: str) -> str:
         [(kind.name, one.shape[0], one.shape[2]) for kind, memory in rank.block_tensors().items() for one in memory],
         isinstance(served.spec, DecoderSpec),  # Or transformers' code computes.
         served.is_stretched,
-        config.quantization,
-        config.expert_quantization,
+        config.weight_forms,
         # Where there are several ranks, each sums the outputs of its own experts, and sends the sums home rounded.
         None if rank.group is None else (rank.group.experts.placement.ranks, config.combine_dtype),
         # Where ranks share each layer, each sums its own heads, channels and experts.

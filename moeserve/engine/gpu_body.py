@@ -79,7 +79,7 @@ def gpu_settings(config: ServeConfig, states: StateDemand | None, *, keeps_store
         config.gpu_memory_utilization,
         config.enforce_eager,
         kv_dtype=kv_dtype_of(config.kv_cache_dtype),
-        expert_quantization=config.expert_quantization,
+        expert_form=config.weight_forms.experts,
         states=states,
         keeps_stored=keeps_stored,
     )
@@ -113,8 +113,8 @@ def _host_rounding(directory: Path, spec: DecoderSpec, config: ServeConfig) -> R
     if config.expert_compute == "copy":
         return "--expert-compute copy"
     obstacle = None
-    if config.expert_quantization != "none":
-        obstacle = f"the host does not round experts as --expert-quantization {config.expert_quantization} does"
+    if config.quantization != "none":
+        obstacle = f"the host does not round experts as --quantization {config.quantization} does"
     elif config.rebalance_interval:
         obstacle = "with --rebalance-interval all experts are read from disk"
     elif (absence := native_kernels_absence()) is not None:
@@ -166,7 +166,7 @@ class GpuBody:
         """
         self._spec, self._dtype, self._device, self._waits = spec, dtype, device, waits
         shapes = shapes_of_experts(directory, spec, dtype, rounding)
-        self._storage = storage = expert_storage(spec, dtype, settings.expert_quantization, shapes)
+        self._storage = storage = expert_storage(spec, dtype, settings.expert_form, shapes)
         multiprocessor = multiprocessor_of(device)
         check_shared_memory(
             spec, storage, attention_shape(spec, settings.block_size, dtype, multiprocessor, settings.kv_dtype)

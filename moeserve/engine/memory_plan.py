@@ -556,7 +556,7 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
     """
     if config.device == "cuda":
         return rounding_on_gpu(spec, index)
-    rounding = Rounding.named(config.quantization, config.expert_quantization, config.arithmetic)
+    rounding = Rounding.named(config.quantization, config.arithmetic)
     if not isinstance(spec, DecoderSpec):
         # The check at load compares numbers, and rounded rows differ by more than faults do.
         rounding = replace(rounding, arithmetic="exact")
@@ -581,7 +581,7 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
 
 
 def rounding_on_gpu(spec: ModelSpec, index: Mapping[str, TensorInfo]) -> Rounding:
-    """Return how a GPU keeps the weights: in the checkpoint's own bits. `--expert-quantization` is not part of it."""
+    """Return how a GPU keeps the weights: in the checkpoint's own bits. `--quantization` is not part of it."""
     stored = _stored_formats(spec, index)
     return Rounding(arithmetic="exact", keeps_stored=bool(stored), stored=tuple(sorted(stored)))
 

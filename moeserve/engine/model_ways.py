@@ -23,7 +23,7 @@ _WITH_NVLINK = ("A100", "H100", "H20", "B200")
 # Seconds that a layer takes beside reading; 44 to 72 us were measured on an H200 (docs/benchmarks/ways.md).
 _LAYER_SECONDS = 50e-6
 _CONTEXT = 8192  # tokens of each request
-# Bits of an expert's number by `--expert-quantization`, of 16 without.
+# Bits of an expert's number by its form of `--quantization`, of 16 without.
 _EXPERT_BITS = {"int8": 8.5, "fp8": 8.5, "int4": 4.5}
 MANY = 16  # requests of the second figure
 _MOST_SHARDS = 64
@@ -65,7 +65,7 @@ def _costs_on_gpu(model: NativeModel, config: ServeConfig) -> ModelCosts:
     dtype = compute_dtype(config, "cuda")
     others = plan_weights(model.spec, model.index, no_experts).loaded_num_bytes(dtype.itemsize, narrow=False)
     experts = plan_weights(model.spec, model.index).loaded_num_bytes(dtype.itemsize, narrow=False) - others
-    experts = int(experts * _EXPERT_BITS.get(config.expert_quantization, 16.0) / 16.0)
+    experts = int(experts * _EXPERT_BITS.get(config.weight_forms.experts, 16.0) / 16.0)
     return _costs(model, others, experts, dtype)
 
 

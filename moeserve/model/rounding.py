@@ -26,6 +26,7 @@ from kernels.weight_formats import (
 from moeserve.model.checkpoint import StoredTensor
 from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import TensorInfo, is_in_blocks
+from moeserve.settings.weights import parse_quantization
 
 # Matrices that stay as they are: they choose experts or scale a whole block, and are small.
 _KEPT = frozenset(("moe_gate", "shared_gate", "conv", "kv_b"))
@@ -41,7 +42,7 @@ _GATES = frozenset(("moe_gate", "shared_gate"))
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """A value of `--quantization`.
+    """A form of `--quantization`.
 
     usual, finer: formats in the order of preference. A matrix gets the first whose blocks fill its rows.
     """
@@ -81,10 +82,11 @@ class Rounding:
     narrow: bool = False
 
     @staticmethod
-    def named(quantization: str, expert_quantization: str, arithmetic: str) -> Rounding:
-        """Return the rounding for values of `--quantization`, `--expert-quantization` and `--arithmetic`."""
-        experts = quantization if expert_quantization == "none" else expert_quantization
-        return Rounding(_WIDTHS[quantization], _WIDTHS[experts], "exact" if arithmetic == "exact" else "int8")
+    def named(quantization: str, arithmetic: str) -> Rounding:
+        """Return a CPU's rounding for values of `--quantization` and `--arithmetic`."""
+        forms = parse_quantization(quantization)
+        widths = _WIDTHS[forms.others], _WIDTHS[forms.experts]
+        return Rounding(*widths, "exact" if arithmetic == "exact" else "int8")
 
     @property
     def is_none(self) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 _HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(.+)")
 _OTHER_LINK = re.compile(r"[a-z]+://")
 _OLLAMA = re.compile(r"[\w.-]+:[\w.-]+")
-_GGUF_KIND = re.compile(r"(?:IQ|TQ|Q)\d\w*", re.IGNORECASE)
 
 
 def read_model(given: object) -> str:
@@ -35,9 +34,3 @@ def _of_page(path: str) -> str:
     if file.endswith(".gguf"):
         return f"{owner_and_name}:{file}"
     return owner_and_name.partition("/tree/")[0]
-
-
-def refuse_gguf_kind(given: str) -> None:
-    """Raise ValueError, a clause, for the name of a quantisation that only a GGUF file has."""
-    if _GGUF_KIND.fullmatch(given):
-        raise ValueError(f"{given!r} is a kind of GGUF file: name it behind the model, as owner/name:{given}")

@@ -28,10 +28,10 @@ def test_quality_compares_forms_with_the_checkpoint(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tests.support.tiny_checkpoint._FFN", 64)
     model = write_tiny_checkpoint(tmp_path / "model")
     forms = (
-        ("none", "none", "exact", "float32"),
-        ("int8", "none", "int8", "float32"),
-        ("int4", "none", "exact", "float32"),
-        ("none", "none", "exact", "int8"),
+        ("none", "exact", "float32"),
+        ("int8", "int8", "float32"),
+        ("int4", "exact", "float32"),
+        ("none", "exact", "int8"),
     )
     plain, eight, four, small_kv = quality.measure(model, 256, forms)
     assert plain.num_tokens == eight.num_tokens == four.num_tokens > 100

@@ -264,7 +264,7 @@ def test_a_gpu_gets_the_first_form_of_experts_that_fits(qwen3: Path) -> None:
     assert [setup.flags for setup in setups] == [
         (),
         ("--device", "cuda"),
-        ("--device", "cuda", "--expert-quantization", "int8"),
+        ("--device", "cuda", "--quantization", "experts=int8"),
     ]
     assert setups[1].obstacle == "The weights take 56.9 GiB of a GPU; 41.7 GiB can be used."
     assert setups[2].obstacle is None
@@ -274,6 +274,14 @@ def test_a_gpu_gets_the_first_form_of_experts_that_fits(qwen3: Path) -> None:
     assert "--expert-memory" in last.flags
     assert last.resident_experts is not None
     assert last.resident_experts >= 8
+
+
+def test_a_setting_of_a_cpu_is_the_reason_why_no_gpu_serves(qwen3: Path) -> None:
+    gpu = Gpu("a GPU", 80 * GIB, 79 * GIB, *HOPPER, 1e12)
+    config = ServeConfig(quantization="int8")
+    (setup,) = [s for s in setups_of(examine(qwen3), replace(MACHINE, gpus=(gpu,)), config) if s.device == "cuda"]
+    assert setup.obstacle is not None
+    assert "--quantization int8 is for a CPU" in setup.obstacle
 
 
 def test_several_gpus_share_the_experts(qwen3: Path) -> None:

@@ -226,7 +226,7 @@ def test_settings_that_change_bits_are_another_service_and_others_are_not(
     ]
     if make is _safetensors:
         other += [{"quantization": "int8"}, {"quantization": "int4"}, {"quantization": "int8", "arithmetic": "exact"}]
-        other += [{"expert_quantization": "int8"}]
+        other += [{"quantization": "experts=int8"}]
     found = [names(kind.path, tmp_path, replace(BASE, **settings)) for settings in other]
     assert len({before.kv, *(one.kv for one in found)}) == len(other) + 1
     assert len({before.service, *(one.service for one in found)}) == len(other) + 1

@@ -243,7 +243,7 @@ def test_fp8_may_be_rounded_further(tmp_path: Path) -> None:
     assert (kept.name, kept.rounds_rows) == ("fp8_128 and fp8_f32", False)
     for settings, name in (
         ({"quantization": "int8"}, "int8"),
-        ({"expert_quantization": "int8"}, "fp8_128 and fp8_f32, experts int8"),
+        ({"quantization": "experts=int8"}, "fp8_128 and fp8_f32, experts int8"),
     ):
         rounding = rounding_of(replace(BASE, arithmetic="exact", **settings), spec, index)
         assert rounding.name == name

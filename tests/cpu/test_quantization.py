@@ -125,7 +125,7 @@ def test_the_planned_memory_is_that_of_the_loaded_weights(tmp_path: Path, quanti
 def test_only_experts_are_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
     save("mixtral", tmp_path)
     spec, dtype = read_spec(tmp_path, BASE)
-    config = replace(BASE, expert_quantization="int8", arithmetic="exact")
+    config = replace(BASE, quantization="experts=int8", arithmetic="exact")
     rounding = rounding_of(config, spec, read_index(tmp_path))
     assert rounding == Rounding(None, INT8, "exact")
     assert rounding.name == "unquantised, experts int8"

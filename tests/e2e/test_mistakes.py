@@ -71,6 +71,7 @@ COMMANDS = [
     ("serve -m x.gguf", 2, "No such option: -m. Here MODEL is the first argument."),
     ("serve --tp-size 2", 2, "No such option: --tp-size. Here --tensor-parallel-size N is for heads"),
     ("serve -ngl 99", 2, "No such option: -ngl. Here a model is whole on one device, see --device."),
+    ("serve --expert-quantization int4", 2, "Here --quantization experts=FORM rounds the experts alone."),
     ("serve --prot 1", 2, "(Did you mean one of: '--host', '--port'?)"),
     # Models
     ("serve $folder/none", 1, "There is no folder $folder/none."),

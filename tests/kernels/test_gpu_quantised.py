@@ -80,7 +80,7 @@ def test_what_cannot_be_quantised_is_one_sentence(
 ) -> None:
     monkeypatch.setitem(CASES, "mixtral-odd", ("Mixtral", {"num_local_experts": 2, "intermediate_size": 80}))
     save(case, tmp_path)
-    with pytest.raises(ConfigError, match=rf"^--expert-quantization {quantization}: .*{reason}[^.]*\.$"):
+    with pytest.raises(ConfigError, match=rf"^--quantization experts={quantization}: .*{reason}[^.]*\.$"):
         expert_storage(spec_of(tmp_path), torch.bfloat16, quantization)
 
 

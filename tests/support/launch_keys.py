@@ -2,9 +2,9 @@
 
 `python -m tests.support.launch_keys CASE...` prints, for every case and way of serving, how many keys starting up
 reaches and, one per line, the kernels that serving steps of all kinds reach besides. A case is a name of `tiny_models`,
-or NAME:QUANTIZATION:KV with the values of --expert-quantization and --kv-cache-dtype; `awq` stands for a checkpoint
-whose last layer has unquantised experts. It has to run in a process of its
-own, without TRITON_INTERPRET. Whatever a kernel would have written stays as it is; what the gates
+or NAME:FORM:KV with the form of the experts by --quantization and the value of --kv-cache-dtype; `awq` stands for a
+checkpoint whose last layer has unquantised experts. It has to run in a process of its own, without TRITON_INTERPRET.
+Whatever a kernel would have written stays as it is; what the gates
 choose is drawn at random.
 """
 

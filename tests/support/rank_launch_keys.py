@@ -95,7 +95,7 @@ def load(folder: Path, spec: DecoderSpec, storage: str, kv: str, way: str, other
         record_experts=False,
         dispatch="alltoall" if way == "alltoall" else "allgather",
         kv_cache_dtype=kv,
-        expert_quantization=storage,
+        quantization="none" if storage == "none" else f"experts={storage}",
         expert_memory=slot_bytes(spec, expert_storage(spec, DTYPE, storage)) if way == "slots" else None,
         expert_policy="lru",
         expert_prefetch="off",

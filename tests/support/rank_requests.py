@@ -21,6 +21,7 @@ from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Request, SamplingParams
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Executor, Steps
+from moeserve.settings.weights import parse_quantization
 from radix_cache import PrefixCache
 
 MAX_LEN, NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 32, 24, 4, 4, 8
@@ -47,7 +48,7 @@ class RankCase:
     model: str
     shape: str = "alltoall"
     redundant: int = 0
-    expert_quantization: str = "none"
+    quantization: str = "none"
     kv_cache_dtype: str = "auto"
     num_slots: int | None = None
     prefetch: str = "off"
@@ -71,7 +72,7 @@ class RankCase:
             enforce_eager=self.eager,
             dispatch=self.shape,
             kv_cache_dtype=self.kv_cache_dtype,
-            expert_quantization=self.expert_quantization,
+            quantization=self.quantization,
             expert_memory=None if self.num_slots is None else self._slot_bytes(spec, self.num_slots),
             expert_prefetch=self.prefetch,
             expert_policy="lru",
@@ -82,7 +83,7 @@ class RankCase:
         )
 
     def _slot_bytes(self, spec: DecoderSpec, num_slots: int) -> int:
-        storage = expert_storage(spec, torch.float32, self.expert_quantization)
+        storage = expert_storage(spec, torch.float32, parse_quantization(self.quantization).experts)
         return num_slots * len(spec.moe_layers) * round_to_page(slot_layouts(spec, torch.float32, storage).num_bytes)
 
 

@@ -11,6 +11,7 @@ import pytest
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.settings.generation import parse_generation
 from moeserve.settings.quantities import parse_size, show_size
+from moeserve.settings.weights import WeightForms
 from tests.support.settings_table import settings_table
 
 
@@ -188,6 +189,48 @@ def test_values_for_generation_are_those_of_requests() -> None:
     for text in (*bad, '{"temperature": "1"}', '{"temperature": null}'):
         with pytest.raises(ConfigError, match="override-generation-config"):
             load_config({"override_generation_config": text}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "others", "experts"),
+    [
+        ("none", "none", "none"),
+        ("int8", "int8", "int8"),
+        ("experts=fp8", "none", "fp8"),
+        ("none,experts=int4", "none", "int4"),
+        (" int8 , experts = int4 ", "int8", "int4"),
+        ("experts=int4,int8", "int8", "int4"),
+    ],
+)
+def test_one_setting_has_the_form_of_all_weights_and_that_of_the_experts(text: str, others: str, experts: str):
+    assert load_config({"quantization": text}, {}).weight_forms == WeightForms(others, experts)
+
+
+@pytest.mark.parametrize(
+    ("text", "clause"),
+    [
+        ("in8", "'in8' is not one of none, int8, int4; did you mean int8?"),
+        ("experts=in4", "'in4' is not one of int8, fp8, int4; did you mean experts=int4?"),
+        ("expert=int4", "'expert' is no part of a model; did you mean experts=int4?"),
+        ("int8,int4", "'int8,int4' gives the same weights two forms; write it as int8,experts=int4"),
+        ("fp8", "'fp8' is for the experts: experts=fp8; a checkpoint in fp8 stays as it is without"),
+        ("AWQ", "'AWQ' is a form of checkpoints, which are read as they are: leave it out"),
+        ("experts=Q4_K_M", "'Q4_K_M' is a kind of GGUF file: name it behind the model, as owner/name:Q4_K_M"),
+        ("int8,", "'' is not one of none, int8, int4"),
+        ("zzz", "'zzz' is not one of none, int8, int4"),
+    ],
+)
+def test_a_form_of_weights_that_there_is_not_is_one_sentence_with_what_to_write(text: str, clause: str):
+    with pytest.raises(ConfigError) as caught:
+        load_config({"quantization": text}, {})
+    assert str(caught.value) == f"--quantization: {clause}"
+
+
+def test_the_former_setting_of_the_experts_form_leads_to_the_one_of_all_weights(tmp_path):
+    with pytest.raises(ConfigError, match=r"did you mean MOESERVE_QUANTIZATION\?"):
+        load_config({}, {"MOESERVE_EXPERT_QUANTIZATION": "int8"})
+    with pytest.raises(ConfigError, match=r"did you mean quantization\?"):
+        load_config({}, {}, toml(tmp_path, 'expert-quantization = "int8"'))
 
 
 def test_a_gpu_has_defaults_of_its_own_and_a_given_value_stays():

@@ -96,7 +96,10 @@ def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:
     [
         ({}, "torch finds no CUDA device", "no CUDA device"),
         ({"block_size": 24}, None, "power of two"),
-        ({"expert_quantization": "int8", "dtype": "float32"}, None, "--expert-quantization is for 16 bits"),
+        ({"quantization": "experts=int8", "dtype": "float32"}, None, "--quantization is for 16 bits"),
+        ({"quantization": "int8"}, None, "--quantization int8 is for a CPU; a GPU rounds experts alone"),
+        ({"quantization": "int8,experts=fp8"}, None, "a GPU rounds experts alone, as experts=int4"),
+        ({"arithmetic": "exact"}, None, "--arithmetic exact is for a CPU"),
         ({"kv_cache_dtype": "fp8_e4m3", "dtype": "float32"}, None, "--kv-cache-dtype is for 16 bits"),
         ({"kv_cache_dtype": "int8"}, None, "--kv-cache-dtype int8 is for a CPU"),
     ],
@@ -110,7 +113,7 @@ def test_a_gpu_asked_for_by_name_that_cannot_serve_is_refused(
 
 def test_fp8_takes_a_newer_gpu_than_16_bits_do() -> None:
     asked: list[bool] = []
-    for settings in ({"expert_quantization": "int8"}, {"expert_quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}):
+    for settings in ({"quantization": "experts=int8"}, {"quantization": "experts=fp8"}, {"kv_cache_dtype": "fp8_e4m3"}):
         choose_device(ServeConfig(device="cuda", **settings), asked.append)
     assert asked == [False, True, True]
     assert incapability((7, 5), False) == "compute capability 7.5 is below 8.0"

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeserve.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from moeserve.frontend.dialects.internal import ToolCallPart
 from moeserve.frontend.parsers.families import CALLS, REASONING
 from moeserve.frontend.parsers.feed import CallIds, Feed, JsonScan, Markers, Parsed
 from moeserve.frontend.parsers.message_form import MESSAGES, Start
 from moeserve.frontend.parsers.parser import OutputParser
+from moeserve.settings.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from tests.support.examples import examples
 from tests.support.model_answers import ANSWERS
 from tests.support.parsing import SCHEMAS, calls_of, parse, parse_cut, parser

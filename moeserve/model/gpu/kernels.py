@@ -53,22 +53,22 @@ def rows_at_once(num_rows: int, max_rows: int) -> int:
 
 
 def expert_storage(
-    spec: DecoderSpec, dtype: torch.dtype, quantization: str = "none", shapes: Sequence[ExpertShape] = ()
+    spec: DecoderSpec, dtype: torch.dtype, form: str = "none", shapes: Sequence[ExpertShape] = ()
 ) -> WeightStorage:
     """Return the storage of a model's experts: in the bits of the checkpoint where `shapes`, of the experts of each
-    layer, say so, else in `dtype`, or as `--expert-quantization` says.
+    layer, say so, else in `dtype`; or in the form that `--quantization` gives the experts.
 
     Raise ConfigError for a model that has no experts to quantise or whose sizes no group divides.
     """
-    if quantization == "none":
+    if form == "none":
         if any(map(is_kept_packed, shapes)):
             return WeightStorage("packed_float32" if dtype == torch.float32 else "packed")
         return WeightStorage(FORMAT_OF[dtype])
-    flag = f"--expert-quantization {quantization}"
+    flag = f"--quantization experts={form}"
     if spec.moe is None:
         raise ConfigError(f"{flag}: a {spec.model_type} model has no experts.")
-    if quantization != "int4":
-        return WeightStorage(_QUANTISED[quantization])
+    if form != "int4":
+        return WeightStorage(_QUANTISED[form])
     sizes = (spec.hidden_size, spec.moe.intermediate_size)
     group = next((group for group in _GROUP_SIZES if not any(size % group for size in sizes)), None)
     if group is None:

@@ -39,7 +39,7 @@ class GpuSettings:
     """The service's settings for a GPU.
 
     kv_cache_memory: bytes, None for all memory that is left. kv_dtype: of the KV blocks, None for the model's dtype.
-    expert_quantization: see `expert_storage`. states: the demand of recurrent layers on this memory, None without such
+    expert_form: see `expert_storage`. states: the demand of recurrent layers on this memory, None without such
     layers. keeps_stored: products unpack weights in the checkpoint's bits.
     """
 
@@ -51,7 +51,7 @@ class GpuSettings:
     gpu_memory_utilization: float
     enforce_eager: bool
     kv_dtype: torch.dtype | None = None
-    expert_quantization: str = "none"
+    expert_form: str = "none"
     states: StateDemand | None = None
     keeps_stored: bool = False
 
