@@ -154,7 +154,7 @@ def adding_ms(num_waiting: int, num_shared: int) -> tuple[float, float]:
         max_num_batched_tokens=4096,
         max_num_queued_reqs=num_waiting + num_running,
         max_model_len=1024,
-        pace=Pace(Slo(2.0, None, 1e9), 4096, num_running),
+        pace=Pace(Slo(2.0, burst_s=1e9), 4096, num_running),
     )
     seconds = []
     for number in range(num_waiting + num_running):

@@ -94,8 +94,8 @@ def _asked_slo(scope: Scope, identity: Identity, slo: Slo) -> tuple[float | None
     longest = max(slo.ttft_s, slo.burst_s)
     if ttft_s is not None and ttft_s > longest:
         raise invalid(f"`{name}`: ttft may be at most {longest:g}s on this server", name)
-    if tpot_s is not None and tpot_s < (slo.tpot_s or inf) and not identity.may_hurry:
-        least = f"at least {slo.tpot_s:g}s" if slo.tpot_s else "set only"
+    if tpot_s is not None and tpot_s < slo.tpot_s and not identity.may_hurry:
+        least = f"at least {slo.tpot_s:g}s" if slo.tpot_s < inf else "set only"
         raise invalid(f"`{name}`: tpot may be {least} with this key", name)
     return ttft_s, tpot_s
 

@@ -69,7 +69,7 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self._knots: list[float | None] = [None] * _NUM_KNOTS
+        self._knots: dict[int, float] = {}  # the known ones
         self._per_positions = 0.0
         self._num_observed = 0
         # By knot, and last for the slope: the number of steps that it was learnt from.
@@ -92,7 +92,7 @@ class CostModel:
         self._num_observed += 1
         low, share = _place(rows)
         nearest = low + (share >= 0.5)
-        if self._knots[nearest] is None:
+        if nearest not in self._knots:
             apart = sqrt(2.0**nearest / rows)
             self._knots[nearest] = max(0.0, seconds - self._per_positions * attended / _POSITIONS) * apart
             self._weights[nearest] += 1
@@ -117,24 +117,20 @@ class CostModel:
         return bisect_right(range(1, most + 1), seconds, key=lambda count: self.seconds(*step.plus(count, start)))
 
     def _knot(self, index: int) -> float:
-        known = self._knots[index]
-        if known is not None:
-            return known
-        below = next((other for other in range(index - 1, -1, -1) if self._knots[other] is not None), None)
-        above = next((other for other in range(index + 1, _NUM_KNOTS) if self._knots[other] is not None), None)
-        nearest, exponent = below, 0.5
-        if below is not None and above is not None:
-            exponent = self._exponent(below, above)
-        elif above is not None:
-            nearest = above
-            further = next((other for other in range(above + 1, _NUM_KNOTS) if self._knots[other] is not None), None)
-            if further is not None:
-                exponent = min(exponent, self._exponent(above, further))
-        return 0.0 if nearest is None else float((self._knots[nearest] or 0.0) * 2.0 ** (exponent * (index - nearest)))
+        if index in self._knots or not self._knots:
+            return self._knots.get(index, 0.0)
+        known, exponent = sorted(self._knots), 0.5
+        place = bisect_right(known, index)  # the number of known knots below
+        nearest = known[max(0, place - 1)]
+        if 0 < place < len(known):
+            exponent = self._exponent(known[place - 1], known[place])
+        elif not place and len(known) > 1:
+            exponent = min(exponent, self._exponent(known[0], known[1]))
+        return float(self._knots[nearest] * 2.0 ** (exponent * (index - nearest)))
 
     def _exponent(self, low: int, high: int) -> float:
         """Return the power of the rows that the seconds follow from one known knot to another."""
-        ratio = (self._knots[high] or 0.0) / max(self._knots[low] or 0.0, 1e-9)
+        ratio = self._knots[high] / max(self._knots[low], 1e-9)
         return log2(max(1.0, ratio)) / (high - low)
 
 

@@ -29,8 +29,6 @@ _SMOOTHING = 0.1
 # While requests wait, a step may take this share of the time to the first token, otherwise the rest of it: a request
 # that comes during a step needs another one.
 _STEP_SHARE = 1 / 3
-# Seconds; the longest step while streams run and nobody waits.
-_LONGEST_GAP_S = 0.25
 # If decodes alone take more than this share of the longest step, a step may be longer.
 _LARGEST_SHARE_OF_DECODES = 1 / 5
 # The largest share of the throughput that is given up for shorter steps.
@@ -43,23 +41,27 @@ _REMEMBERED = 8
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The service's objectives: the time to the first token, and the time per output token (None: unbounded).
+    """The service's objectives: the time to the first token, and the time per output token; inf without a bound.
 
-    `burst_s`: how long a burst may last, and the longest wait that it is taken in with, of an engine that can keep the
-    objective. In a lasting overload (`Patience`) `ttft_s` bounds the wait instead: a burst is served late, a lasting
-    overload is refused. The idea is that of controlled delay (Nichols and Jacobson, "Controlling Queue Delay", 2012;
-    Maurer, "Fail at Scale", 2015).
+    `gap_s`: the longest step while streams run and nobody waits. `burst_s`: how long a burst may last, and the longest
+    wait that it is taken in with, of an engine that can keep the objective. In a lasting overload (`Patience`) `ttft_s`
+    bounds the wait instead: a burst is served late, a lasting overload is refused. The idea is that of controlled delay
+    (Nichols and Jacobson, "Controlling Queue Delay", 2012; Maurer, "Fail at Scale", 2015).
     """
 
     ttft_s: float
-    tpot_s: float | None = None
+    tpot_s: float = inf
     burst_s: float = 0.0
+    gap_s: float = 0.25
+
+
+UNBOUNDED = Slo(inf, gap_s=inf)  # bounds no wait, and no step, by time
 
 
 def service_slo(config: ServeConfig) -> Slo:
     """Return the objectives that the settings name."""
     limits = parse_limits(config.slo, ("ttft", "tpot"))
-    return Slo(limits["ttft"], limits.get("tpot"), config.max_queue_seconds)
+    return Slo(limits["ttft"], limits.get("tpot", inf), config.max_queue_seconds)
 
 
 def allowance(ttft_s: float, prefill_s: float) -> float:
@@ -225,18 +227,18 @@ class Pace:
 
     def __init__(
         self,
-        slo: Slo | None,
+        slo: Slo,
         max_num_batched_tokens: int,
         max_num_seqs: int,
         num_ranks: int = 1,
         warm_up: Iterable[tuple[int, float]] = (),
     ) -> None:
-        """slo: None bounds no wait by time. max_num_batched_tokens: of each rank. warm_up: tokens and seconds of steps
-        that computed one prompt each. Without them the first steps, slow as they may be, are the measure of all others.
+        """max_num_batched_tokens: of each rank. warm_up: tokens and seconds of steps that computed one prompt each.
+        Without them the first steps, slow as they may be, are the measure of all others.
         """
         self.now = 0.0
         self._slo = slo
-        self._patience = None if slo is None else Patience(slo)
+        self._patience = Patience(slo)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._num_ranks = num_ranks
@@ -253,8 +255,7 @@ class Pace:
         self._request_tokens = _Average()
         num_remembered = _REMEMBERED * max_num_seqs
         self._output_tokens = Survival(1, 1.1, num_remembered)
-        least_wait_s = inf if slo is None else _LEAST_SHARE * slo.ttft_s
-        self._departures = Departures(least_wait_s, max_num_seqs, num_remembered)
+        self._departures = Departures(_LEAST_SHARE * slo.ttft_s, max_num_seqs, num_remembered)
 
     def set_time(self, now: float) -> None:
         """Set the time, which must not go back."""
@@ -278,7 +279,7 @@ class Pace:
         if request.num_output_tokens:
             is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
             self._output_tokens.count(request.num_output_tokens, has_ended=is_whole)
-        if self._slo is not None and not request.terms.patient:
+        if self._slo.ttft_s < inf and not request.terms.patient:
             age_s = self.now - request.arrived_at
             self._departures.count(request.terms.tenant, age_s, has_left=reason is FinishReason.ABORT)
 
@@ -318,13 +319,12 @@ class Pace:
         one. is_awaited: any has a bounded wait.
         """
         self._is_awaited = is_awaited
-        if self._patience is not None:
-            self._patience.observe(self.now, telling, self._full_step_s)
+        self._patience.observe(self.now, telling, self._full_step_s)
         self._departures.update(self._throughput, self._answer_s)
 
     def is_bounded(self, request: Request) -> bool:
         """Return whether a request may be refused or dropped because of its wait."""
-        return not request.keeps_its_turn and (self._slo is not None or request.terms.ttft_s is not None)
+        return not request.keeps_its_turn and self._ttft_s(request) < inf
 
     def tells_overload(self, request: Request) -> bool:
         """Return whether a request that waits for long tells of an overload: its wait is bounded, and its prompt is not
@@ -334,8 +334,7 @@ class Pace:
     def _is_long(self, request: Request) -> bool:
         """Return whether a request's own prompt takes several steps, and longer than the objective."""
         own = request.num_uncached_tokens
-        ttft_s = inf if self._slo is None else self._slo.ttft_s
-        return own > self._max_num_batched_tokens and self._prefill_s(own) > ttft_s
+        return own > self._max_num_batched_tokens and self._prefill_s(own) > self._slo.ttft_s
 
     def limit(self, request: Request) -> float:
         """Return how long a request may wait for its first step.
@@ -358,20 +357,18 @@ class Pace:
         if not self.is_bounded(request):
             return inf
         prefill_s = self._prefill_s(request.num_uncached_tokens)
-        if request.terms.ttft_s is not None or self._patience is None:
-            return allowance(request.terms.ttft_s or inf, prefill_s)
+        if request.terms.ttft_s:
+            return allowance(request.terms.ttft_s, prefill_s)
         return min(times * self._patience.limit(prefill_s), self._longest_for_whole_s(request))
 
     def _is_of_burst(self, request: Request) -> bool:
         """Return whether a request without terms of its own, and without a long prompt, waits in a burst."""
-        is_burst = self._patience is not None and not self._patience.is_lasting
-        return is_burst and request.terms.ttft_s is None and not self._is_long(request)
+        return not (self._patience.is_lasting or request.terms.ttft_s or self._is_long(request))
 
     def is_late(self, request: Request) -> bool:
         """Return whether a waiting request's first token will be late, or its answer whole only after its client
         leaves."""
-        ttft_s = request.terms.ttft_s or (self._slo.ttft_s if self._slo is not None else inf)
-        allowed_s = allowance(ttft_s, self._prefill_s(request.num_uncached_tokens))
+        allowed_s = allowance(self._ttft_s(request), self._prefill_s(request.num_uncached_tokens))
         return self.now - request.arrived_at > min(allowed_s, self._longest_for_whole_s(request))
 
     def step_bound(self, decodes: Sequence[Request]) -> StepBound:
@@ -380,13 +377,10 @@ class Pace:
         They must keep their pace. And a step must not be so long that requests which come during it are late when it
         ends.
         """
-        if self._slo is None:
-            usual = gap_s = ttft_s = inf
-        else:
-            usual, gap_s, ttft_s = self._slo.tpot_s or inf, _LONGEST_GAP_S, self._slo.ttft_s
-        paces = [request.terms.tpot_s or usual for request in decodes if not request.terms.background]
+        slo = self._slo
+        paces = [request.terms.tpot_s or slo.tpot_s for request in decodes if not request.terms.background]
         pace_s = min(paces, default=inf) / self._stretch.times
-        return StepBound(self._cost, pace_s, gap_s if paces else inf, ttft_s, self._is_awaited)
+        return StepBound(self._cost, pace_s, slo.gap_s if paces else inf, slo.ttft_s, self._is_awaited)
 
     def load(self, tenants: dict[str, Backlog], lacks_memory: bool) -> Load:
         """Return the load that a new request would find. lacks_memory: whether no more requests fit than run now."""
@@ -408,7 +402,7 @@ class Pace:
     def _limit_of_one_step_s(self) -> float:
         """The longest wait, in seconds, for which frontends take in a request whose prompt needs one step."""
         step_s = self._full_step_s
-        return inf if self._patience is None else self._patience.limit(step_s, step_s)
+        return self._patience.limit(step_s, step_s)
 
     def _throughput(self, num_running: int) -> float:
         """Return the rows per second of steps with `num_running` typical requests: as one ends, another begins."""
@@ -427,6 +421,10 @@ class Pace:
         It is a step longer than the wait allowed to new requests, since a prediction is not exact.
         """
         return self._departures.spare_s(request.terms.tenant) + self._full_step_s
+
+    def _ttft_s(self, request: Request) -> float:
+        """Return the objective of a request for the time to its first token, in seconds."""
+        return request.terms.ttft_s or self._slo.ttft_s
 
     def _prefill_s(self, num_tokens: int) -> float:
         """Return the least seconds of the steps that compute a prompt in a busy engine, where all steps are full."""

@@ -27,7 +27,7 @@ from moeserve.scheduling.outcomes import (
     SchedulerCounters,
     TooLateError,
 )
-from moeserve.scheduling.pacing import Load, Pace
+from moeserve.scheduling.pacing import UNBOUNDED, Load, Pace
 from moeserve.scheduling.parts import Part, Parts
 from moeserve.scheduling.plan_draft import NO_DRAFTS, PlanDraft
 from moeserve.scheduling.request_memory import AdmissionOutcome, RankLoads, RequestMemory
@@ -81,7 +81,7 @@ class Scheduler:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
         self._run_ahead = run_ahead
-        self._pace = pace or Pace(None, max_num_batched_tokens, max_num_seqs, len(caches))
+        self._pace = pace or Pace(UNBOUNDED, max_num_batched_tokens, max_num_seqs, len(caches))
         self._memories = [
             RequestMemory(cache, NoStates() if states is None else RequestStates(cache, states)) for cache in caches
         ]

@@ -15,7 +15,7 @@ from moeserve.plan import ChunkResult, Request, SamplingParams, StepPlan, StepRe
 from moeserve.scheduling.arrivals import Result
 from moeserve.scheduling.lower_tier import CopyJob, LowerTier
 from moeserve.scheduling.overflow import Overflow
-from moeserve.scheduling.pacing import Pace
+from moeserve.scheduling.pacing import UNBOUNDED, Pace
 from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache, StoredBlocks
 
@@ -87,7 +87,7 @@ def seconds_of(study: Study, policy: Overflow) -> float:
     least = -(-longest // size)
     num_blocks = max(least, round(study.share * study.requests * least))
     cache = PrefixCache(num_blocks, size, stored=StoredBlocks(bytes(32), "0" * 32, 10**12))
-    pace = Pace(None, _BUDGET, study.seats)
+    pace = Pace(UNBOUNDED, _BUDGET, study.seats)
     tier = LowerTier([cache], pace, policy)
     scheduler = Scheduler(
         [cache],

@@ -21,7 +21,7 @@ from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 
 # The service's default.
-USUAL = Slo(2.0, None, 10.0)
+USUAL = Slo(2.0, burst_s=10.0)
 _STATS_S = 0.5
 # The seconds until a client that is gone is noticed.
 _NOTICED_S = 0.2
@@ -88,7 +88,7 @@ class OverloadSimulation:
     def __init__(
         self,
         *,
-        slo: Slo | None = USUAL,
+        slo: Slo = USUAL,
         max_num_seqs: int = 64,
         num_blocks: int = 2000,
         slowness: float = 1.0,

@@ -15,7 +15,7 @@ from moeserve.scheduling.kv_transfer import KvOffers
 from moeserve.scheduling.lower_tier import LowerTier, num_kept_free
 from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.overflow import Overflow
-from moeserve.scheduling.pacing import Pace, Slo
+from moeserve.scheduling.pacing import UNBOUNDED, Pace, Slo
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.thoughts import ThoughtBudget
@@ -90,7 +90,7 @@ class Simulation:
         run_ahead: bool = False,
         states: StatePolicy | None = None,
         num_snapshots: int = 0,
-        slo: Slo | None = None,
+        slo: Slo = UNBOUNDED,
         num_window_blocks: int = 0,
         window: int = 0,
         stored: StoredBlocks | None = None,

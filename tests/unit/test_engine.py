@@ -29,7 +29,7 @@ from moeserve.engine.loop import Engine
 from moeserve.engine.planner import build_parts
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.plan import ChunkResult, Computed, FinishReason, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduling.pacing import Pace
+from moeserve.scheduling.pacing import UNBOUNDED, Pace
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Steps
 from moeserve.wire import (
@@ -185,7 +185,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     culprit = digest_of(generate("culprit", FATAL))
     suspicion = Suspicion({"suspect": 4, "other suspect": 4}, ((culprit, math.inf),))
     suspects = Suspects(WorkRecord(tmp_path / "work", INCARNATION, 2), suspicion)
-    parts = build_parts([cache], suspects.until, Pace(None, 8, 2))
+    parts = build_parts([cache], suspects.until, Pace(UNBOUNDED, 8, 2))
     limits = {"max_num_seqs": 2, "max_num_queued_reqs": 1}
     scheduler = Scheduler([cache], max_num_batched_tokens=8, max_model_len=64, **limits, parts=parts)
     executor = CountingExecutor()

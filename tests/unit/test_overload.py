@@ -10,7 +10,7 @@ import pytest
 from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.plan import SamplingParams, Terms
 from moeserve.scheduling.outcomes import TooLateError
-from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.pacing import UNBOUNDED, Slo
 from tests.support.overload_simulation import Client, OverloadSimulation, poisson, seconds_of
 from tests.support.scheduler_simulation import Simulation
 
@@ -103,7 +103,7 @@ def test_goodput_holds_where_a_full_step_takes_most_of_the_time_to_the_first_tok
 
 def test_without_an_objective_the_same_load_is_a_collapse() -> None:
     asked = clients(4.0, leaves_s=5.0)
-    OverloadSimulation(slo=None).run(asked)
+    OverloadSimulation(slo=UNBOUNDED).run(asked)
     assert num_good(asked) < 0.5 * good_at_capacity("impatient")
 
 

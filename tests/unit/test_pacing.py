@@ -10,9 +10,9 @@ import pytest
 
 from moeserve.plan import FinishReason, Request, SamplingParams, Terms
 from moeserve.scheduling.cost_model import StepSize
-from moeserve.scheduling.pacing import Backlog, Load, Pace, Patience, Slo, allowance
+from moeserve.scheduling.pacing import UNBOUNDED, Backlog, Load, Pace, Patience, Slo, allowance
 
-SLO = Slo(2.0, None, 10.0)
+SLO = Slo(2.0, burst_s=10.0)
 STEP_S = 0.5
 
 
@@ -60,7 +60,7 @@ def test_a_prompt_longer_than_the_objective_may_wait_in_proportion_at_any_load()
 
 
 def test_tokens_beside_others_cost_what_they_add_to_the_steps() -> None:
-    pace = Pace(None, 64, 8, warm_up=[(1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (16, 1.5), (32, 2.5), (64, 4.5)])
+    pace = Pace(UNBOUNDED, 64, 8, warm_up=[(1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (16, 1.5), (32, 2.5), (64, 4.5)])
     assert pace.compute_s(0, 64) == pytest.approx(4.5)
     assert pace.compute_s(0, 60, rows=4) == pytest.approx(3.5)
     assert pace.compute_s(0, 8, rows=8) == pytest.approx(0.5)
@@ -156,8 +156,8 @@ def test_a_request_has_its_own_time_the_services_or_none() -> None:
     assert pace.limit(request(ttft_s=1.0)) == pytest.approx(0.6)
     assert pace.limit(request(1000, ttft_s=2.0)) == pytest.approx(0.5)
     assert pace.limit(request(patient=True)) == float("inf")
-    assert Pace(None, 256, 64).limit(request()) == float("inf")
-    assert Pace(None, 256, 64).limit(request(ttft_s=1.0)) == 1.0
+    assert Pace(UNBOUNDED, 256, 64).limit(request()) == float("inf")
+    assert Pace(UNBOUNDED, 256, 64).limit(request(ttft_s=1.0)) == 1.0
 
 
 def test_a_request_is_late_when_its_first_token_cannot_come_in_time() -> None:
@@ -166,7 +166,7 @@ def test_a_request_is_late_when_its_first_token_cannot_come_in_time() -> None:
     pace.set_time(101.5)
     assert not pace.is_late(request(arrived_at=100.0))
     assert pace.is_late(request(arrived_at=99.8))
-    assert not Pace(None, 256, 64).is_late(request())
+    assert not Pace(UNBOUNDED, 256, 64).is_late(request())
 
 
 def test_what_the_warm_up_measured_is_expected_before_the_first_step_and_outlives_a_slow_one() -> None:

@@ -13,7 +13,7 @@ from moeserve.scheduling.cold_requests import ColdRequests
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.grammars import Drafts, Grammars
 from moeserve.scheduling.outcomes import RequestOutput
-from moeserve.scheduling.pacing import Pace
+from moeserve.scheduling.pacing import UNBOUNDED, Pace
 from moeserve.scheduling.parts import Part, Parts, Prefixes, overriding
 from moeserve.scheduling.sampled_tokens import append_sampled
 from moeserve.scheduling.scheduler import Scheduler
@@ -83,7 +83,7 @@ def test_parts_are_called_in_the_order_of_their_list() -> None:
 
 def test_a_service_asks_first_who_ends_requests_then_sources_then_who_holds_requests_and_who_follows_them() -> None:
     text_parts = build_text_parts(Made(), Drafting(SpeculativeConfig("suffix")))
-    parts = build_parts([PrefixCache(8, 4)], lambda _: 0, Pace(None, 8, 2), [Part()], text_parts)
+    parts = build_parts([PrefixCache(8, 4)], lambda _: 0, Pace(UNBOUNDED, 8, 2), [Part()], text_parts)
     of_text = [ThoughtBudgets, Drafting, Grammars]
     assert list(map(type, parts)) == [ColdRequests, Part, Trial, *of_text, ToolWaits, PromptWatch]
 

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from moeserve.engine.prompt_watch import PromptWatch
 from moeserve.plan import Asked, ChunkResult, PromptProgress, Request, SamplingParams, StepResult
-from moeserve.scheduling.pacing import Pace
+from moeserve.scheduling.pacing import UNBOUNDED, Pace
 from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 
@@ -21,7 +21,7 @@ class Served:
     """A scheduler whose steps take `ROW_S` a token, and the watch over its prompts."""
 
     def __init__(self) -> None:
-        self.pace = Pace(None, BUDGET, 4, warm_up=[(2**power, ROW_S * 2**power) for power in range(7)])
+        self.pace = Pace(UNBOUNDED, BUDGET, 4, warm_up=[(2**power, ROW_S * 2**power) for power in range(7)])
         self.watch = PromptWatch(self.pace)
         self.now = 100.0
         self.scheduler = Scheduler(

@@ -67,7 +67,7 @@ class Queue:
             max_num_batched_tokens=12,
             max_num_queued_reqs=12,
             max_model_len=200,
-            pace=Pace(Slo(1.0, None, 2.0), 12, 4),
+            pace=Pace(Slo(1.0, burst_s=2.0), 12, 4),
         )
         self.now = 0.0
         self.num_added = 0

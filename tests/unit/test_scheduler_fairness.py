@@ -10,7 +10,7 @@ import pytest
 from moeserve.plan import FinishReason, Request, SamplingParams
 from moeserve.scheduling.fair_queue import Tenants, WaitingQueue
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError
-from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.pacing import UNBOUNDED, Slo
 from tests.support.parameters import first
 from tests.support.scheduler_simulation import Simulation
 
@@ -338,9 +338,9 @@ def test_removing_one_that_does_not_wait_is_an_error() -> None:
     assert names(list(queue)) == "1"
 
 
-@pytest.mark.parametrize("slo", [None, Slo(2.0, None, 10.0)])
+@pytest.mark.parametrize("slo", [UNBOUNDED, Slo(2.0, burst_s=10.0)])
 @pytest.mark.parametrize("num_equal", [2, 18, 40])
-def test_followers_of_one_prompt_end_nobodys_admission(num_equal: int, slo: Slo | None) -> None:
+def test_followers_of_one_prompt_end_nobodys_admission(num_equal: int, slo: Slo) -> None:
     """However many wait for a long prompt that is computed once, a short request starts in the next step."""
     simulation = Simulation(num_blocks=400, block_size=4, budget=64, max_num_seqs=64, slo=slo)
     prompt = [token % 50 for token in range(800)]

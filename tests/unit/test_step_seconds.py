@@ -17,6 +17,7 @@ TTFT_S = 2.0
 # Two thirds of the time to the first token, where nobody waits.
 BOUND_S = TTFT_S * 2 / 3
 BUDGET = 256
+USUAL = Slo(TTFT_S, burst_s=100.0)
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Machine:
 
 
 class Clock:
-    def __init__(self, machine: Machine, slo: Slo | None = None, num_ranks: int = 1) -> None:
+    def __init__(self, machine: Machine, slo: Slo = USUAL, num_ranks: int = 1) -> None:
         self.machine, self.now = machine, 0.0
         self.scheduler = Scheduler(
             [PrefixCache(4000, 16) for _ in range(num_ranks)],
@@ -41,7 +42,7 @@ class Clock:
             max_num_batched_tokens=BUDGET,
             max_num_queued_reqs=64,
             max_model_len=60_000,
-            pace=Pace(slo or Slo(TTFT_S, None, 100.0), BUDGET, 64, num_ranks),
+            pace=Pace(slo, BUDGET, 64, num_ranks),
         )
         self.seconds: list[float] = []
         self.predicted: list[float] = []
@@ -102,7 +103,7 @@ def test_a_step_is_predicted_to_stay_within_its_bound_at_any_context_with_nobody
 
 def test_short_steps_cost_little_throughput() -> None:
     seconds = []
-    for slo in (Slo(TTFT_S, None, 100.0), Slo(1e9, None, 1e9)):
+    for slo in (USUAL, Slo(1e9, burst_s=1e9)):
         clock = Clock(Machine(), slo)
         clock.add("long", 15_000)
         clock.run()
