@@ -17,6 +17,7 @@ from moeserve.engine.rank import Rank
 from moeserve.grammars.made_masks import MaskMaker
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.plan import Asked, FinishReason, Request, SamplingParams, TokenLogprobs
+from moeserve.scheduling.led_requests import LedRequests
 from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.steps import Executor, LocalExecutor, Steps
@@ -66,7 +67,8 @@ class TokenEngine:
         caches, self.drafts = build_caches(config, model.kv), build_drafts(config, model.kv, rank.depth)
         tokenizer, most = directory / "tokenizer.json", self.drafts.most_forced
         self.masks = GrammarMasks(tokenizer, model.spec.vocab_size, model.eos_token_ids, most_drafts=most)
-        parts = [*build_text_parts(self.masks, self.drafts), *further]
+        self.led = LedRequests()
+        parts = [self.led, *build_text_parts(self.masks, self.drafts), *further]
         self.scheduler = build_scheduler(config, model.kv, caches, depth=rank.depth, parts=parts)
         self.steps = Steps(self.scheduler, executor, rank.depth)
 

@@ -129,6 +129,8 @@ class Asked:
     progress: bool = False  # the client wants to know how far its prompt is
     ticket: KvTicket | None = None  # the blocks are to be fetched from another service; None once that has begun
     cache: CacheWish = NO_WISH
+    led: bool = False  # behind each token the request waits until its client lets it go on
+    forks: str = ""  # the id of a led request with whose text it begins, but for the last token
 
 
 NOTHING_ASKED = Asked()
@@ -416,12 +418,15 @@ class StepPlan:
     """The chunks of one forward, in row order.
 
     `zeroed_blocks`, and `zeroed_windows` among the window blocks, have a new owner and are cleared before any write.
+    `copied_blocks` are (source, target) pairs, one behind the other: before blocks are cleared each target gets the
+    content of its source.
     """
 
     step: int
     chunks: list[Chunk]
     zeroed_blocks: array[int] = field(default_factory=lambda: array("i"))
     zeroed_windows: array[int] = field(default_factory=lambda: array("i"))
+    copied_blocks: array[int] = field(default_factory=lambda: array("i"))
 
     @property
     def num_tokens(self) -> int:

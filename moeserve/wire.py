@@ -128,7 +128,7 @@ def _refuse_extension(code: int, _data: bytes) -> None:
 
 # The messages between frontend and engine.
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -154,7 +154,8 @@ class Generate(Message):
     the answer may call tools (see `Turned`).
     `offers_kv`: hold the blocks of the prompt for another service. `ticket`: fetch them from another one.
     `predicted`: the answer's text as its client predicts it, as int32 bytes. `reports_progress`: tell how far the
-    prompt is (`Prompts`).
+    prompt is (`Prompts`). `led`: behind each token it waits for `Continue`. `forks`: the id of a led request with whose
+    text it begins, but for the last token; it waits until that one goes on.
     """
 
     request_id: str
@@ -175,6 +176,14 @@ class Generate(Message):
     ticket: KvTicket | None = None
     predicted: bytes = b""
     reports_progress: bool = False
+    led: bool = False
+    forks: str = ""
+
+
+class Continue(Message):
+    """Led requests may go on, each with the token that it has sampled."""
+
+    request_ids: list[str]
 
 
 class Turned(Message):
@@ -357,7 +366,7 @@ class Heartbeat(Message):
     busy: bool
 
 
-ToEngine = Hello | Left | Generate | Turned | Finish | Abort | Control
+ToEngine = Hello | Left | Generate | Continue | Turned | Finish | Abort | Control
 FromEngine = EngineReady | Refused | Admitted | Rejected | Outputs | Prompts | Stats | ControlResult | Heartbeat
 
 

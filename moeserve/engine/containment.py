@@ -92,12 +92,18 @@ class ContainingExecutor:
 
 
 def part_of(plan: StepPlan, chunks: list[Chunk]) -> StepPlan:
-    """Return the plan of some chunks of a plan. It clears only their blocks: other blocks may be written by now."""
+    """Return the plan of some chunks of a plan. It clears only their blocks: other blocks may be written by now.
+
+    Nor does it copy to blocks of other chunks. A target that no chunk names gets its copy with each part.
+    """
     own = {block for chunk in chunks for block in chunk.block_table}
+    others = {block for chunk in plan.chunks for block in chunk.block_table} - own
+    pairs = zip(plan.copied_blocks[::2], plan.copied_blocks[1::2], strict=True)
     windows = {block for chunk in chunks if chunk.window is not None for block in chunk.window.blocks}
     return StepPlan(
         plan.step,
         chunks,
         array("i", (block for block in plan.zeroed_blocks if block in own)),
         array("i", (block for block in plan.zeroed_windows if block in windows)),
+        array("i", (block for pair in pairs if pair[1] not in others for block in pair)),
     )

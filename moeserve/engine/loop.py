@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import structlog
@@ -23,6 +24,7 @@ from moeserve.wire import (
     PROTOCOL_VERSION,
     Abort,
     Admitted,
+    Continue,
     Control,
     DecodeError,
     EngineReady,
@@ -89,6 +91,7 @@ class Engine:
         self._samples = overriding(parts, Part.samples)
         self._close = overriding(parts, Part.close)
         self._turned = overriding(parts, Part.turned)
+        self._continued = overriding(parts, Part.continued)
         self._end_turn = overriding(parts, Part.end_turn)
 
     def run(self, stop: threading.Event) -> None:
@@ -161,6 +164,9 @@ class Engine:
                 self._end(self._scheduler.abort(message.request_id))
             case Finish():
                 self._end(self._scheduler.finish(message.request_id, message.keep_tokens))
+            case Continue(request_ids=request_ids):
+                for continued, request_id in product(self._continued, request_ids):
+                    continued(request_id)
             case Turned():
                 for turned in self._turned:
                     turned(message.request_id)
@@ -231,6 +237,8 @@ class Engine:
                 message.reports_progress,
                 message.ticket,
                 _checked(message.cache or NO_WISH),
+                message.led,
+                message.forks,
             ),
         )
 

@@ -11,6 +11,7 @@ from moeserve.grammars.made_masks import MaskMaker
 from moeserve.scheduling.cold_requests import ColdRequests
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.grammars import Drafts, Grammars
+from moeserve.scheduling.led_requests import LedRequests
 from moeserve.scheduling.lower_tier import num_kept_free
 from moeserve.scheduling.pacing import Pace, service_slo
 from moeserve.scheduling.parts import Part
@@ -76,7 +77,7 @@ def build_parts(
     see `build_text_parts`. num_stages: the ranks that share the layers.
     """
     turns = [Turns(num_stages)] if num_stages > 1 else []
-    holding = [Trial(suspects_until), *turns, *text_parts]
+    holding = [Trial(suspects_until), LedRequests(), *turns, *text_parts]
     return [ColdRequests(), *sources, *holding, ToolWaits(caches), PromptWatch(pace)]
 
 

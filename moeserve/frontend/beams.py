@@ -1,7 +1,8 @@
 """Beam searches over an engine that knows none: a beam is a request that goes on with the likeliest token.
 
-Where the search follows a beam by another token, a new request begins: it resumes, as one does that an earlier life of
-the engine had, from the beam's text. The prefix cache shares the blocks of the beams' common text.
+The search leads it: behind each token it waits until the search has chosen the next beams. Where the search follows a
+beam by another token, a new request forks the beam's: it resumes, as one does that an earlier life of the engine had,
+from the text with that token. The prefix cache shares the blocks of the beams' common text.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from moeserve.wire import Generate, Output, pack_token_ids
 class _Run:
     """A request, and the tokens and log probabilities behind its beam's text that are known and not used yet."""
 
+    request_id: str
     submitted: AbstractAsyncContextManager[RequestGroup]
     group: RequestGroup
     num_deaths_before: int  # lives of the engine that ended before the request was sent
@@ -50,24 +52,23 @@ class _Prompt:
         self.runs: list[_Run] = []
         self.told: Output | None = None  # the first output, which tells how much of the prompt was cached
         self._num_answers = params.num_answers
-        self._max_tokens = sampling.max_tokens
         # A search goes by log probabilities alone, whatever a checkpoint has for sampling.
-        alone = SamplingParams(1, 0.0, logprobs=self.search.num_alternatives)
-        self.begin = msgspec.structs.replace(generate, sampling=alone, has_tools=False)
+        alone = SamplingParams(sampling.max_tokens, 0.0, logprobs=self.search.num_alternatives)
+        self.begin = msgspec.structs.replace(generate, sampling=alone, has_tools=False, led=True)
         self._num_made = 0
 
-    def resumed(self, beam: Beam) -> Generate:
-        """Return a request that goes on from the text of a beam."""
+    def forked(self, beam: Beam) -> Generate:
+        """Return a request that goes on from the text of a beam, beside the request of the beam that it continues."""
         self._num_made += 1
         return msgspec.structs.replace(
             self.begin,
             request_id=f"{self.begin.request_id}/{self._num_made}",
-            sampling=replace(self.begin.sampling, max_tokens=self._max_tokens),
             cache=None,
             terms=replace(self.begin.terms, patient=True),
             output_token_ids=pack_token_ids(beam.token_ids),
             resumes=True,
             reports_progress=False,
+            forks=self.runs[beam.parent].request_id,
         )
 
     def answers(self) -> list[tuple[int, Output]]:
@@ -179,11 +180,14 @@ class Beams:
         beams = [] if prompt.search.is_done else prompt.search.beams
         going_on = {n: before[b.parent] for n, b in enumerate(beams) if b.token_ids[-1] == drawn[b.parent]}
         going_on = {n: run for n, run in going_on.items() if run.group.num_open or run.logprobs}
-        prompt.runs = [going_on.get(n) or await self._run(prompt.resumed(beam)) for n, beam in enumerate(beams)]
+        prompt.runs = [going_on.get(n) or await self._run(prompt.forked(beam)) for n, beam in enumerate(beams)]
+        # Forks wait for the requests that they fork, so that one step computes all of them.
+        if going_on:
+            self._engine.let_go_on([run.request_id for run in going_on.values()])
         for run in before:
             if run not in going_on.values():
                 await run.leave()
 
     async def _run(self, generate: Generate) -> _Run:
         submitted = self._engine.submit([generate])
-        return _Run(submitted, await submitted.__aenter__(), self.num_deaths)
+        return _Run(generate.request_id, submitted, await submitted.__aenter__(), self.num_deaths)

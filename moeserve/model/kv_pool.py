@@ -93,6 +93,13 @@ class KVPool:
                     # torch fills no fp8 by index.
                     (blocks.view(torch.uint8) if blocks.dtype.itemsize == 1 else blocks).index_fill_(2, ids, 0)
 
+    def copy_blocks(self, pairs: array[int]) -> None:
+        """Copy blocks, without window blocks. pairs: the ids of source and target, one behind the other."""
+        ids = torch.tensor(pairs, dtype=torch.int64, device=self._memories[0][0].device)
+        sources, targets = ids.view(-1, 2).unbind(1)
+        for blocks in self.block_bytes():
+            blocks.index_copy_(1, targets, blocks.index_select(1, sources))
+
     def _blocks(self, of_windows: int) -> Iterator[Tensor]:
         """Yield the memories of KV blocks, or of window blocks, as [pools, heads, blocks, numbers of a block]."""
         for memory in self._memories[of_windows]:

@@ -58,6 +58,8 @@ class ModelRunner:
         return Computed(StepResult(plan.step, self._compute(plan), self._tap.take()))
 
     def _compute(self, plan: StepPlan) -> list[ChunkResult]:
+        if plan.copied_blocks:
+            self._kv_pool.copy_blocks(plan.copied_blocks)
         if plan.zeroed_blocks:
             self._kv_pool.zero_blocks(plan.zeroed_blocks, plan.zeroed_windows)
         if not plan.chunks:

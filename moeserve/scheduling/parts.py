@@ -73,6 +73,9 @@ class Part:
         """Return how many of `most` drafts the request's next chunk may have."""
         return most
 
+    def begins(self, request: Request, memory: RequestMemory, draft: PlanDraft) -> None:
+        """Receive a request that runs now, before the step in `draft` gets its first chunk."""
+
     def planned(self, request: Request, chunk: Chunk) -> None:
         """Receive the request's chunk of the step, which the part may complete."""
 
@@ -174,6 +177,9 @@ class Part:
     def turned(self, request_id: str) -> None:
         """Receive the id of an ended request whose answer calls tools."""
 
+    def continued(self, request_id: str) -> None:
+        """Receive that the client lets a request go on with the token that it has sampled."""
+
     def end_turn(self) -> None:
         """End a turn of the engine's loop, idle or not, without waiting."""
 
@@ -235,6 +241,10 @@ class Parts:
         for part in self.watching(request):
             most = part.most_drafts(request, most)
         return most
+
+    def begin(self, request: Request, memory: RequestMemory, draft: PlanDraft) -> None:
+        for part in self.watching(request):
+            part.begins(request, memory, draft)
 
     def record_planned(self, request: Request, chunk: Chunk) -> None:
         for part in self.watching(request):

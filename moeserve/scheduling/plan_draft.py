@@ -50,6 +50,10 @@ class PlanDraft:
         self.plans[rank].zeroed_blocks.extend(blocks)
         self.plans[rank].zeroed_windows.extend(windows)
 
+    def copy(self, rank: int, source: int, target: int) -> None:
+        """Have the step copy a block of a rank to another one before it computes."""
+        self.plans[rank].copied_blocks.extend((source, target))
+
     def add(
         self,
         request: Request,

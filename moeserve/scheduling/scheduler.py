@@ -474,9 +474,11 @@ class Scheduler:
                 continue
             places[tenant] += 1
             self._running.start(request)
+            memory = self._memories[request.rank]
             for started in self._parts.started:
                 started(request)
-            self._memories[request.rank].foresee(request, first)
+            self._parts.begin(request, memory, draft)
+            memory.foresee(request, first)
             self._count_start(request)
             self._chunks.plan(request, request.num_pending_tokens, draft)
             loads.add(request)

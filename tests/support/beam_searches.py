@@ -20,6 +20,8 @@ class SearchedEngine(Protocol):
 
     def add(self, generate: Generate) -> None: ...
 
+    def let_go_on(self, request_id: str) -> None: ...
+
     def abort(self, request_id: str) -> None: ...
 
     def step(self) -> Sequence[Output]: ...
@@ -50,6 +52,10 @@ class SteppedClient:
         for generate in group.take_to_engine():
             group.answer(Admitted(generate.request_id))
             self._engine.add(generate)
+
+    def let_go_on(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._engine.let_go_on(request_id)
 
     async def run(self) -> None:
         """Have the engine take steps for ever."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from zlib import crc32
@@ -56,11 +56,14 @@ def mask_of(output: array[int]) -> bytes:
 
 
 def undisturbed(
-    prompt: list[int], sampling: SamplingParams, vocab_size: int, budget: ThoughtBudget | None = None
+    prompt: list[int],
+    sampling: SamplingParams,
+    vocab_size: int,
+    budget: ThoughtBudget | None = None,
+    earlier: Sequence[int] = (),
 ) -> tuple[list[int], FinishReason]:
-    """The output of a request that runs alone, in a plain loop without any scheduler."""
-    tokens = array("i", prompt)
-    output: list[int] = []
+    """The output of a request that runs alone, in a plain loop without any scheduler. earlier: its first tokens."""
+    tokens, output = array("i", [*prompt, *earlier]), list(earlier)
     while True:
         banned = sampling.stop_token_ids if len(output) < sampling.min_tokens else ()
         token = _closing_token(output, budget)
@@ -102,6 +105,7 @@ class Record:
     error: str | None = None
     budget: ThoughtBudget | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    earlier: Sequence[int] = ()  # the output of an earlier life
 
 
 @dataclass
@@ -174,6 +178,9 @@ class KvOracle:
         for record in live:
             for block in record.request.lease.block_ids if record.request.lease else ():
                 num_holders[block] = num_holders.get(block, 0) + 1
+        for source, target in zip(plan.copied_blocks[::2], plan.copied_blocks[1::2], strict=True):
+            self._kv[target] = self._kv[source][:]
+            self._stale |= {(target, offset) for offset in range(self._size)}
         for block in plan.zeroed_blocks:
             self._kv[block] = [None] * self._size
             self._stale -= {(block, offset) for offset in range(self._size)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.token_engine import TokenEngine, advance
 from moeserve.frontend.beam_search import BeamParams
-from moeserve.plan import Request, SamplingParams
+from moeserve.plan import Asked, Request, SamplingParams
 from moeserve.wire import Generate, Output, unpack_token_ids
 from tests.support.beam_searches import SteppedClient, generates_of, search
 
@@ -26,8 +26,12 @@ class _Model:
             terms=generate.terms,
             resumes=generate.resumes,
             earlier_output=unpack_token_ids(generate.output_token_ids),
+            asked=Asked(led=generate.led, forks=generate.forks),
         )
         self._engine.scheduler.add(request)
+
+    def let_go_on(self, request_id: str) -> None:
+        self._engine.led.continued(request_id)
 
     def abort(self, request_id: str) -> None:
         self._engine.scheduler.abort(request_id)

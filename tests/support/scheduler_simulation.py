@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import product
 
 from moeserve.engine.planner import build_parts, build_text_parts
 from moeserve.grammars.made_masks import MadeMask, no_drafts
@@ -144,6 +145,7 @@ class Simulation:
             pace=pace,
             parts=parts,
         )
+        self._parts = parts
         self._budget = budget
         self._max_num_seqs = max_num_seqs
         self._depth, self._in_turns = depth, in_turns
@@ -166,6 +168,8 @@ class Simulation:
         earlier_output: list[int] | None = None,
         predicted: list[int] | None = None,
         offers_kv: bool = False,
+        led: bool = False,
+        forks: str = "",
     ) -> Record:
         """resumed_from: when the request arrived in an earlier life of the engine; None for a new one."""
         earlier = array("i", earlier_output or [])
@@ -177,15 +181,23 @@ class Simulation:
             priority,
             terms=terms,
             earlier_output=earlier,
-            asked=Asked(offers_kv=offers_kv, thought=budget, predicted=array("i", predicted or [])),
+            asked=Asked(
+                offers_kv=offers_kv, thought=budget, predicted=array("i", predicted or []), led=led, forks=forks
+            ),
         )
         if resumed_from is not None:
             request.resumes, request.arrived_at = True, resumed_from
         self._suspects[request_id] = suspect_until
         self.scheduler.add(request)
         record = Record(request, prompt, sampling, array("i", prompt) + earlier, earlier.tolist(), budget=budget)
+        record.earlier = earlier.tolist()
         self.records[request_id] = record
         return record
+
+    def let_go_on(self, *request_ids: str) -> None:
+        """Let led requests go on."""
+        for part, request_id in product(self._parts, request_ids):
+            part.continued(request_id)
 
     def abort(self, request_id: str) -> None:
         self._take([output] if (output := self.scheduler.abort(request_id)) else [])
@@ -224,7 +236,7 @@ class Simulation:
         self.scheduler.check_idle()
         self._check_memory()
         for record in self.records.values():
-            tokens, reason = undisturbed(record.prompt, record.sampling, VOCAB_SIZE, record.budget)
+            tokens, reason = undisturbed(record.prompt, record.sampling, VOCAB_SIZE, record.budget, record.earlier)
             assert record.finish_reason is not None
             assert record.request.num_cached_tokens < len(record.prompt)
             assert record.output == tokens[: len(record.output)]
@@ -250,6 +262,7 @@ class Simulation:
             and self._suspects.get(record.request.request_id, 0) <= record.request.num_computed_tokens
             and len(record.history) - record.request.num_computed_tokens == 1
             and record.request not in self.masks.unmasked
+            and not record.request.asked.led
         ]
         num_preemptions = self.scheduler.counters.preemptions
         plans = self.scheduler.schedule()
@@ -257,7 +270,9 @@ class Simulation:
             is_reading = self.tier is not None and self.tier.arrivals.waiting
             # Blocks that are copied, or held for another service until a turn's end, may be all that is left.
             is_held = self.offers is not None and self.offers.num_held > 0
-            is_stopped = self.masks.unmasked or is_reading or is_held or any(cache.num_copied for cache in self.caches)
+            is_led = any(request.asked.led for request in self.scheduler.requests.values())
+            is_copied = any(cache.num_copied for cache in self.caches)
+            is_stopped = self.masks.unmasked or is_reading or is_held or is_led or is_copied
             assert self._in_flight or self.scheduler.is_idle or is_stopped, "something is runnable"
             return None
         chunks = [chunk for plan in plans for chunk in plan.chunks]

@@ -36,6 +36,7 @@ class ScriptedEngine:
     def __init__(self, seed: int = 0) -> None:
         self._random = Random(seed)
         self._open: dict[str, tuple[Generate, array[int]]] = {}
+        self._num_allowed: dict[str, int] = {}
         self.num_steps = 0
 
     @property
@@ -44,7 +45,13 @@ class ScriptedEngine:
 
     def add(self, generate: Generate) -> None:
         assert generate.request_id not in self._open
-        self._open[generate.request_id] = generate, unpack_token_ids(generate.output_token_ids)
+        text = unpack_token_ids(generate.output_token_ids)
+        self._open[generate.request_id] = generate, text
+        self._num_allowed[generate.request_id] = len(text) + 1
+
+    def let_go_on(self, request_id: str) -> None:
+        if request_id in self._open:
+            self._num_allowed[request_id] += 1
 
     def abort(self, request_id: str) -> None:
         self._open.pop(request_id, None)
@@ -54,7 +61,8 @@ class ScriptedEngine:
 
     def step(self) -> list[Output]:
         self.num_steps += 1
-        return [self.output(name) for name in [*self._open] if self._random.random() < 0.7]
+        free = [name for name, (_, text) in self._open.items() if len(text) < self._num_allowed[name]]
+        return [self.output(name) for name in free if self._random.random() < 0.7]
 
     def output(self, name: str) -> Output:
         """Return the next output of a request."""
@@ -105,10 +113,7 @@ def test_a_search_goes_by_log_probabilities_whatever_a_checkpoint_has_for_sampli
     sampling = SamplingParams(8, 0.7, top_k=2, top_p=0.5, repetition_penalty=1.3, stop_token_ids=(STOP,), seed=4)
     client = SteppedClient(ScriptedEngine())
     asyncio.run(search(client, generates_of([[1, 2]], sampling), WIDE))
-    assert {generate.sampling for generate in client.sent} == {
-        SamplingParams(1, 0.0, logprobs=4),
-        SamplingParams(8, 0.0, logprobs=4),
-    }
+    assert {generate.sampling for generate in client.sent} == {SamplingParams(8, 0.0, logprobs=4)}
 
 
 def test_only_the_first_request_of_a_prompt_is_new_to_the_engine() -> None:
@@ -122,6 +127,8 @@ def test_only_the_first_request_of_a_prompt_is_new_to_the_engine() -> None:
         assert (one.resumes, one.cache, one.reports_progress, one.terms.patient) == (True, None, False, True)
         assert one.request_id.startswith("r-0/")
     assert not any(one.has_tools for one in client.sent)
+    assert all(one.led for one in client.sent)
+    assert {one.forks for one in later} <= {one.request_id for one in client.sent}
 
 
 def test_a_beam_that_goes_on_with_its_likeliest_token_keeps_its_request() -> None:

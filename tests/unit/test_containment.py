@@ -106,3 +106,11 @@ def test_a_part_clears_its_own_blocks_alone() -> None:
     plan = StepPlan(1, [one, other], array("i", [5, 7]))
     assert list(part_of(plan, [one]).zeroed_blocks) == [5]
     assert list(part_of(plan, [other]).zeroed_blocks) == [7]
+
+
+def test_a_part_copies_to_its_own_blocks_and_to_those_that_no_chunk_names() -> None:
+    forked = Chunk("a", array("i", [1]), 5, array("i", [3, 5]), None)
+    fork = Chunk("b", array("i", [2]), 5, array("i", [3, 6]), None)
+    plan = StepPlan(1, [forked, fork], copied_blocks=array("i", [5, 6, 5, 9]))
+    assert list(part_of(plan, [forked]).copied_blocks) == [5, 9]
+    assert list(part_of(plan, [fork]).copied_blocks) == [5, 6, 5, 9]

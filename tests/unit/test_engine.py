@@ -36,6 +36,7 @@ from moeserve.wire import (
     PROTOCOL_VERSION,
     Abort,
     Admitted,
+    Continue,
     Control,
     ControlResult,
     Finish,
@@ -308,6 +309,16 @@ def test_a_turn_is_retained_once_its_frontend_tells_that_it_calls_tools(served: 
         assert served.cache.retentions.num_blocks == 0
         served.client.send(Turned(name))
     wait_until(lambda: served.cache.retentions.num_blocks == 3)
+
+
+def test_a_led_request_waits_behind_each_token_until_its_client_lets_it_go_on(served: Served) -> None:
+    served.client.send(msgspec.structs.replace(generate("led", [10], max_tokens=2), led=True))
+    assert served.client.receive() == Admitted("led")
+    assert served.client.receive() == Outputs([Output("led", [11], None, 0)])
+    served.client.send(generate("free", [20], max_tokens=3))
+    assert [output.token_ids for output in served.client.outputs_of("free")] == [[21], [22], [23]]
+    served.client.send(Continue(["led"]))
+    assert [output.token_ids for output in served.client.outputs_of("led")] == [[12]]
 
 
 def test_a_failing_request_fails_alone(served: Served) -> None:

@@ -12,6 +12,7 @@ from moeserve.plan import Asked, Chunk, ChunkExtras, ChunkResult, FinishReason, 
 from moeserve.scheduling.cold_requests import ColdRequests
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.grammars import Drafts, Grammars
+from moeserve.scheduling.led_requests import LedRequests
 from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.pacing import UNBOUNDED, Pace
 from moeserve.scheduling.parts import Part, Parts, Prefixes, overriding
@@ -85,7 +86,7 @@ def test_a_service_asks_first_who_ends_requests_then_sources_then_who_holds_requ
     text_parts = build_text_parts(Made(), Drafting(SpeculativeConfig("suffix")))
     parts = build_parts([PrefixCache(8, 4)], lambda _: 0, Pace(UNBOUNDED, 8, 2), [Part()], text_parts)
     of_text = [ThoughtBudgets, Drafting, Grammars]
-    assert list(map(type, parts)) == [ColdRequests, Part, Trial, *of_text, ToolWaits, PromptWatch]
+    assert list(map(type, parts)) == [ColdRequests, Part, Trial, LedRequests, *of_text, ToolWaits, PromptWatch]
 
 
 def test_only_parts_that_override_a_hook_are_called_for_it() -> None:

@@ -61,6 +61,7 @@ PLANS = st.builds(
     chunks=st.lists(CHUNKS, max_size=4, unique_by=lambda chunk: chunk.request_id),
     zeroed_blocks=ARRAYS,
     zeroed_windows=st.just(array("i")) | ARRAYS,
+    copied_blocks=st.just(array("i")) | ARRAYS,
 )
 
 
@@ -127,7 +128,7 @@ def sequences(draw: st.DrawFn) -> list[StepPlan]:
             elif draw(st.booleans()):
                 shown = replace(shown, extras=replace(extras, history=None))
             planned.append(shown)
-        plans.append(StepPlan(step, planned, draw(ARRAYS), draw(ARRAYS)))
+        plans.append(StepPlan(step, planned, draw(ARRAYS), draw(ARRAYS), draw(ARRAYS)))
     return plans
 
 

@@ -86,6 +86,7 @@ class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
     forgotten: list[int] = []
     zeroed_blocks: bytes = b""
     zeroed_windows: bytes = b""
+    copied_blocks: bytes = b""
 
 
 @dataclass(slots=True)
@@ -119,7 +120,8 @@ class PlanSender:
         forgotten = self._forget()
         chunks = self._describe_all(plan.chunks)
         zeroed = plan.zeroed_blocks.tobytes(), plan.zeroed_windows.tobytes()
-        data = pack([self._num_plans, plan.step, chunks, forgotten, *zeroed])
+        copied = [plan.copied_blocks.tobytes()] if plan.copied_blocks else []
+        data = pack([self._num_plans, plan.step, chunks, forgotten, *zeroed, *copied])
         self._num_plans += 1
         return data
 
@@ -306,8 +308,8 @@ class PlanReceiver:
             else:
                 chunks.append(self._chunk(one))
         self._next = wire.number + 1
-        zeroed = unpack_token_ids(wire.zeroed_blocks), unpack_token_ids(wire.zeroed_windows)
-        return StepPlan(wire.step, chunks, *zeroed)
+        blocks = wire.zeroed_blocks, wire.zeroed_windows, wire.copied_blocks
+        return StepPlan(wire.step, chunks, *map(unpack_token_ids, blocks))
 
     def _next_tokens(self, data: bytes) -> Iterator[Chunk]:
         values, place = unpack_token_ids(data), 0

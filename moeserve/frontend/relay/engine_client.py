@@ -34,6 +34,7 @@ from moeserve.run_context import RunContext, load_ready
 from moeserve.wire import (
     Abort,
     Admitted,
+    Continue,
     Control,
     ControlResult,
     EngineReady,
@@ -150,6 +151,10 @@ class EngineClient:
                 if is_with_engine:
                     self._send_of_group(Abort(generate.request_id))
 
+    def let_go_on(self, request_ids: list[str]) -> None:
+        """Have led requests go on, each with the token that it has sampled."""
+        self._send_of_group(Continue(request_ids))
+
     async def control(self, command: str, arguments: dict[str, Any] | None = None, tenant: str = "") -> ControlResult:
         """Send a command and return the engine's answer. tenant: the account of the key that asks for it.
 
@@ -218,7 +223,7 @@ class EngineClient:
         for generate in group.take_to_engine():
             self._send_of_group(generate)
 
-    def _send_of_group(self, message: Generate | Turned | Finish | Abort) -> None:
+    def _send_of_group(self, message: Generate | Continue | Turned | Finish | Abort) -> None:
         """Send a message unless the engine is away: its next life gets the rest of the group."""
         if self._link is not None:
             self._link.send(message)

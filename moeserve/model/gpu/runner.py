@@ -154,6 +154,8 @@ class GpuModelRunner:
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         begun = _mark(self._computes.decoder.device)
+        if plan.copied_blocks:
+            self.kv_pool.copy_blocks(plan.copied_blocks)
         if not plan.chunks:
             self._serve_others()
             return LaunchedStep(plan, None, _mark(self._computes.decoder.device), self._wait, begun=begun)
