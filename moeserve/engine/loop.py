@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -61,19 +61,16 @@ class Engine:
     def __init__(
         self,
         socket: EngineSocket,
-        scheduler: Scheduler,
         steps: Steps,
         ready: EngineReady,
         suspects: Suspects,
         commands: Commands,
-        step_progress: Callable[[], int] = lambda: 0,
         parts: Sequence[Part] = (),
     ) -> None:
-        """steps: runs the plans of `scheduler`; `suspects` observes them. step_progress: returns a count that moves
-        within a long step too. parts: in their order, see `moeserve.scheduling.parts`."""
+        """suspects: observes `steps`. parts: in their order, see `moeserve.scheduling.parts`."""
         self._socket = socket
-        self._scheduler = scheduler
         self._steps = steps
+        self._scheduler = scheduler = steps.scheduler
         self._ready = ready
         self._suspects = suspects
         self._frontends: list[bytes] = []
@@ -83,7 +80,6 @@ class Engine:
         self._requests = RequestCommands(scheduler, self._cancel)
         self._stats = EngineStats(scheduler)
         self._progress = 0
-        self._step_progress = step_progress
         self._turn = overriding(parts, Part.turn)
         self._wait = overriding(parts, Part.wait)
         self._is_working = overriding(parts, Part.is_working)
@@ -137,7 +133,7 @@ class Engine:
 
         `progress` moves with the loop, idle or not, with each message that a turn handles, and within a step.
         """
-        progress = self._progress + self._step_progress()
+        progress = self._progress + self._steps.progress()
         return Heartbeat(pid=self._ready.pid, progress=progress, busy=not self._scheduler.is_idle)
 
     def _idle(self) -> None:

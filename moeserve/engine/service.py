@@ -207,7 +207,11 @@ def serve(
         events = _start_events(kv_events, caches, sockets, ends) if kv_events.is_on else None
         event_sources = [] if events is None else events.sources
         ready = _ready(context, rank, caches[0], event_sources, drafts=drafts.makes_any)
-        steps = Steps(scheduler, executor, rank.depth, (suspects, *observers))
+
+        def progress() -> int:
+            return rank.progress.count() + others_progress()
+
+        steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), progress)
         monitor = _monitor(context, model.spec, recording, sources)
         copier = None if lower is None else _start_copier(lower, rank, hosted, copies, executor)
         parts += _moves(links, tier, copier, scheduler)
@@ -215,11 +219,7 @@ def serve(
         commands = Commands(CacheCommands(caches, tier, block_bytes, in_host), monitor)
         if events is not None:
             parts.append(events)
-
-        def progress() -> int:
-            return rank.progress.count() + others_progress()
-
-        engine = Engine(socket, scheduler, steps, ready, suspects, commands, progress, parts)
+        engine = Engine(socket, steps, ready, suspects, commands, parts)
         if recording is not None:
             ends.callback(_save, recording)
         heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)

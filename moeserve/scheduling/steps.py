@@ -103,8 +103,11 @@ class Steps:
         executor: Executor,
         depth: int,
         observers: Sequence[RanksObserver] = (),
+        progress: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._scheduler = scheduler
+        """progress: returns a count that moves within a long step too."""
+        self.scheduler = scheduler
+        self.progress = progress
         self._executor = executor
         self._depth = depth
         self._observers = observers
@@ -119,8 +122,8 @@ class Steps:
         planned: is called before the launch, which may last as long as the step. Return the outputs of the committed
         step, none without a commit, and of requests that parts decline; None if there was nothing to do.
         """
-        declined = self._scheduler.end_declined()
-        plans = self._scheduler.schedule()
+        declined = self.scheduler.end_declined()
+        plans = self.scheduler.schedule()
         if plans is not None:
             planned()
             begun: list[RanksObserver] = []
@@ -146,7 +149,7 @@ class Steps:
             results = pending.result()
             while left:
                 left.pop(0).end(plans, results)
-        outputs = self._scheduler.commit(plans, results)
+        outputs = self.scheduler.commit(plans, results)
         self.step = plans[0].step
         self.device_s = max((result.seconds for result in results if result.seconds is not None), default=None)
         self.waited_s += results[0].waited_s

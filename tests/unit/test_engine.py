@@ -193,7 +193,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     experts = SlowDisk()
     steps = Steps(scheduler, executor, 0, [suspects])
     commands = Commands(CacheCommands([cache]), experts)  # type: ignore[arg-type]
-    engine = Engine(socket, scheduler, steps, READY, suspects, commands, parts=parts)  # type: ignore[arg-type]
+    engine = Engine(socket, steps, READY, suspects, commands, parts)
     stop = threading.Event()
     thread = threading.Thread(target=engine.run, args=(stop,))
     served = Served(Client(None), executor, stop, thread, context, address, scheduler, engine, experts.disk, cache)  # type: ignore[arg-type]
@@ -511,17 +511,10 @@ class SteppingExecutor(CountingExecutor):
 def test_a_step_that_makes_progress_is_no_hang_and_one_that_stands_still_is(served: Served) -> None:
     executor, limits = SteppingExecutor(), {"max_num_seqs": 2, "max_num_queued_reqs": 1, "max_model_len": 64}
     scheduler = Scheduler([served.cache], max_num_batched_tokens=8, **limits)
-    steps = Steps(scheduler, executor, depth=0)
+    steps = Steps(scheduler, executor, depth=0, progress=lambda: executor.parts)
     # This engine's loop stays in its step; its socket serves the other engine.
-    engine = Engine(
-        served.engine._socket,
-        scheduler,
-        steps,
-        READY,
-        served.engine._suspects,
-        Commands(CacheCommands([served.cache])),
-        lambda: executor.parts,
-    )
+    commands = Commands(CacheCommands([served.cache]))
+    engine = Engine(served.engine._socket, steps, READY, served.engine._suspects, commands)
     scheduler.add(Request("r", array("i", [10]), SamplingParams(max_tokens=1)))
     step = threading.Thread(target=steps.advance)
     step.start()
@@ -644,6 +637,6 @@ def test_heartbeats_tell_the_progress_within_a_turn(tmp_path: Path) -> None:
 
     steps = Steps(scheduler, Stopping(), depth=0)
     suspects = Suspects(WorkRecord(tmp_path / "work", INCARNATION, 2), Suspicion())
-    socket.engine = Engine(socket, scheduler, steps, READY, suspects, Commands(CacheCommands([cache])))  # type: ignore[arg-type]
+    socket.engine = Engine(socket, steps, READY, suspects, Commands(CacheCommands([cache])))  # type: ignore[arg-type]
     socket.engine.run(stop)
     assert len(set(socket.progress)) == 101
