@@ -69,13 +69,12 @@ class PrefixCache:
         num_window_blocks: int = 0,
         window: int = 0,
         stored: StoredBlocks | None = None,
-        num_kept_free: int = 0,
         tells_facts: bool = False,
     ) -> None:
         """max_recorded_evictions: blocks, of all accounts together. snapshot_rows: None for models without recurrent
         states. num_window_blocks: 0 if all layers keep their KV in the same blocks. window: the number of tokens that
-        layers with window blocks see, the new token included. stored: None without a lower tier. num_kept_free: see
-        `StoredTree.demote`. tells_facts: whether `facts` has any."""
+        layers with window blocks see, the new token included. stored: None without a lower tier. tells_facts:
+        whether `facts` has any."""
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
@@ -101,7 +100,6 @@ class PrefixCache:
                 self._allocator,
                 self._free,
                 has_states=stateful,
-                num_kept_free=num_kept_free,
             )
         self.states = States(self._tree.snapshots, block_size, self._check, self._lower)
         needed = ((self.states, stateful), (self.windows, num_window_blocks > 0))

@@ -37,10 +37,9 @@ class StoredTree:
         free: Callable[[Sequence[int]], None],
         *,
         has_states: bool,
-        num_kept_free: int,
     ) -> None:
         """allocator: of the tree's blocks. free: frees blocks that have left the tree. has_states: whether prefixes
-        serve only up to a snapshot. num_kept_free: see `demote`."""
+        serve only up to a snapshot."""
         self.stored = stored
         self.borders = BorderCopies(windows, tree.snapshots)
         self._copies = copies
@@ -49,7 +48,6 @@ class StoredTree:
         self._windows = windows
         self._allocator = allocator
         self._free = free
-        self._num_kept_free = num_kept_free
         # The kinds of the files beside a KV block's file.
         self._kinds = (*((Kind.WINDOW,) if windows.num_blocks else ()), *((Kind.STATE,) if has_states else ()))
 
@@ -76,14 +74,14 @@ class StoredTree:
         beside = self.borders.take(most)
         return beside + self._copies.take(most - len(beside))
 
-    def demote(self) -> list[BlockCopy]:
-        """Let cached blocks leave memory, in the order of eviction, until `num_kept_free` blocks are free.
+    def demote(self, num_free: int) -> list[BlockCopy]:
+        """Let cached blocks leave memory, in the order of eviction, until `num_free` blocks are free.
 
         Retained ones stay, and half of all that could be evicted: a request may need them before they are copied.
         Return the copies of the blocks that are not stored yet; they are in copy until `end_write`.
         """
         tree, copies = self._tree, list[BlockCopy]()
-        missing = self._num_kept_free - self._allocator.num_free - self._copies.num_in_copy
+        missing = num_free - self._allocator.num_free - self._copies.num_in_copy
         count = min(missing, tree.num_evictable_blocks // 2)
         while count > 0 and (leaf := tree.victims.next_leaf()) is not None and leaf.retention is None:
             evicted = tree.evict(min(count, len(leaf.blocks)))

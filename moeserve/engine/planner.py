@@ -12,7 +12,6 @@ from moeserve.scheduling.cold_requests import ColdRequests
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.grammars import Drafts, Grammars
 from moeserve.scheduling.led_requests import LedRequests
-from moeserve.scheduling.lower_tier import num_kept_free
 from moeserve.scheduling.pacing import Pace, service_slo
 from moeserve.scheduling.parts import Part
 from moeserve.scheduling.request_states import StatePolicy
@@ -26,12 +25,7 @@ from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache, StoredBlocks
 
 
 def build_caches(
-    config: ServeConfig,
-    kv: KvBudget,
-    device: str = "cpu",
-    *,
-    stored: StoredBlocks | None = None,
-    tells_facts: bool = False,
+    config: ServeConfig, kv: KvBudget, *, stored: StoredBlocks | None = None, tells_facts: bool = False
 ) -> list[PrefixCache]:
     """Return the prefix caches, one per rank.
 
@@ -50,7 +44,6 @@ def build_caches(
             num_window_blocks=kv.num_window_blocks,
             window=kv.window,
             stored=stored,
-            num_kept_free=num_kept_free(kv.num_blocks, step_budget(config, device), config.block_size),
             tells_facts=tells_facts,
         )
         for _ in range(config.expert_parallel_size)

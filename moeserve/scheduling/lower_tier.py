@@ -147,6 +147,7 @@ class LowerTier(Source[CopyJob]):
         self._caches, self._trees = caches, [cache.lower for cache in caches if cache.lower is not None]
         self._stored = self._trees[0].stored
         self._block_size = caches[0].block_size
+        self._num_kept_free = num_kept_free(caches[0].num_blocks, pace.max_num_batched_tokens, self._block_size)
         self._pace = pace
         self._overflow = overflow
         # By the rank and the name of each block that is being read.
@@ -272,7 +273,7 @@ class LowerTier(Source[CopyJob]):
                 continue
             copies: Sequence[BlockCopy] = ()
             if self._pace.now >= self._write_after:
-                copies = tree.demote() if tree.moves else tree.take(STORED_AT_ONCE)
+                copies = tree.demote(self._num_kept_free) if tree.moves else tree.take(STORED_AT_ONCE)
             # All ranks see the same files, so the first one does the chores.
             chores = self._stored.take_chores() if rank == 0 else None
             if copies or chores is not None:

@@ -222,7 +222,7 @@ class StepBound:
 class Pace:
     """Measures how fast requests are served, and derives how long each may wait. It decides nothing about memory.
 
-    `now` is the scheduler's time.
+    `now` is the scheduler's time, `max_num_batched_tokens` the most tokens that a step computes on each rank.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Pace:
         self.now = 0.0
         self._slo = slo
         self._patience = Patience(slo)
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._num_ranks = num_ranks
         self._cost = CostModel()
@@ -268,7 +268,7 @@ class Pace:
         self._attended += _SMOOTHING * (size.attended - self._attended)
         self._attended_of_row += _SMOOTHING * (size.attended / size.rows - self._attended_of_row)
         self._step_s += _SMOOTHING * (self._cost.seconds(size.rows, size.attended) - self._step_s)
-        self._full_step_s = self._cost.seconds(self._max_num_batched_tokens, self._attended)
+        self._full_step_s = self._cost.seconds(self.max_num_batched_tokens, self._attended)
 
     def count_start(self, request: Request) -> None:
         """Learn from a request that left the queue."""
@@ -293,7 +293,7 @@ class Pace:
 
         rows: the tokens that each of these steps computes anyway; their seconds do not count. 0 before the first step.
         """
-        most = max(1, self._max_num_batched_tokens - rows)
+        most = max(1, self.max_num_batched_tokens - rows)
         anyway_s = self._cost.seconds(rows, 0.0) if rows else 0.0
         return sum(
             self._cost.seconds(rows + (count := min(most, stop - at)), count * (at + 0.5 * count)) - anyway_s
@@ -304,7 +304,7 @@ class Pace:
         """Return the seconds in which full steps compute `num_tokens`, which attend to `num_positions` in total."""
         if not num_tokens:
             return 0.0
-        most = self._max_num_batched_tokens
+        most = self.max_num_batched_tokens
         return num_tokens / most * self._cost.seconds(most, num_positions / num_tokens * most)
 
     def num_places(self) -> int:
@@ -334,7 +334,7 @@ class Pace:
     def _is_long(self, request: Request) -> bool:
         """Return whether a request's own prompt takes several steps, and longer than the objective."""
         own = request.num_uncached_tokens
-        return own > self._max_num_batched_tokens and self._prefill_s(own) > self._slo.ttft_s
+        return own > self.max_num_batched_tokens and self._prefill_s(own) > self._slo.ttft_s
 
     def limit(self, request: Request) -> float:
         """Return how long a request may wait for its first step.
@@ -390,7 +390,7 @@ class Pace:
             at=self.now,
             limit_s=self._limit_of_one_step_s,
             step_s=self._full_step_s,
-            step_tokens=max(LEAST_PROMPT_TOKENS, self._num_ranks * self._max_num_batched_tokens - num_running),
+            step_tokens=max(LEAST_PROMPT_TOKENS, self._num_ranks * self.max_num_batched_tokens - num_running),
             places=places,
             place_s=(self._output_tokens.mean() + 1) * self._step_s / places,
             request_tokens=round(self._request_tokens.value),
@@ -407,7 +407,7 @@ class Pace:
     def _throughput(self, num_running: int) -> float:
         """Return the rows per second of steps with `num_running` typical requests: as one ends, another begins."""
         rows_of_each = 1 + self._request_tokens.value / max(1.0, self._output_tokens.mean())
-        rows = min(round(num_running * rows_of_each / self._num_ranks), self._max_num_batched_tokens)
+        rows = min(round(num_running * rows_of_each / self._num_ranks), self.max_num_batched_tokens)
         return rows / max(self._cost.seconds(rows, rows * self._attended_of_row), 1e-9)
 
     def _answer_s(self, num_running: int) -> float:
@@ -428,7 +428,7 @@ class Pace:
 
     def _prefill_s(self, num_tokens: int) -> float:
         """Return the least seconds of the steps that compute a prompt in a busy engine, where all steps are full."""
-        return self._full_step_s * -(-num_tokens // self._max_num_batched_tokens)
+        return self._full_step_s * -(-num_tokens // self.max_num_batched_tokens)
 
 
 class _Average:

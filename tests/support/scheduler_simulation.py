@@ -13,7 +13,7 @@ from moeserve.kv_transfer import TicketOffice
 from moeserve.plan import DEFAULT_TERMS, Asked, FinishReason, Request, SamplingParams, StepPlan, Terms
 from moeserve.scheduling.grammars import Drafts
 from moeserve.scheduling.kv_transfer import KvOffers
-from moeserve.scheduling.lower_tier import LowerTier, num_kept_free
+from moeserve.scheduling.lower_tier import LowerTier
 from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import UNBOUNDED, Pace, Slo
@@ -113,7 +113,6 @@ class Simulation:
                 num_window_blocks=num_window_blocks,
                 window=window,
                 stored=stored,
-                num_kept_free=num_kept_free(num_blocks, budget, block_size),
             )
             for _ in range(num_ranks)
         ]

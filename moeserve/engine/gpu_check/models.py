@@ -104,7 +104,7 @@ def answers(folder: Path, device: str) -> list[list[int]]:
 def _generate(rank: Rank, config: ServeConfig) -> Iterator[list[int]]:
     """Yield the tokens of each prompt: the first two are served together, the third alone."""
     model = rank.model
-    caches = build_caches(config, model.kv, model.device)
+    caches = build_caches(config, model.kv)
     scheduler = build_scheduler(config, model.kv, caches, model.device, depth=rank.depth)
     steps = Steps(scheduler, LocalExecutor(rank.runner), rank.depth)
     requests = [
