@@ -93,7 +93,7 @@ def _extend_beside(cache: PrefixCache, lease: Lease, count: int, spare: int) -> 
     Return None, with the lease released, if that is not possible or `count` is not positive.
     """
     windows = cache.windows
-    is_room = not spare or cache.num_available_to(lease.namespace, count + spare) >= count + spare
+    is_room = not spare or cache.counts.num_available_to(lease.namespace, count + spare) >= count + spare
     if count > windows.span:
         # Only the last of the blocks get window blocks.
         windows.jump(lease, len(lease.block_ids) + count - windows.span)

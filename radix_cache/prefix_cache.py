@@ -9,8 +9,9 @@ from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.block_copies import BlockCopies
+from radix_cache.block_counts import BlockCounts
 from radix_cache.borders import Borders
-from radix_cache.errors import LeaseError, require
+from radix_cache.errors import LeaseError
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Facts
 from radix_cache.listing import Listing, list_prefixes
@@ -25,9 +26,6 @@ from radix_cache.stored import StoredBlocks
 from radix_cache.stored_tree import StoredTree
 from radix_cache.tree import RadixTree
 from radix_cache.window_blocks import WindowBlocks, Windows
-
-# The share of all blocks that `extend` with `sparing` leaves to accounts that hold less.
-_SPARED_SHARE = 0.25
 
 
 class PrefixCache:
@@ -104,6 +102,7 @@ class PrefixCache:
         self.states = States(self._tree.snapshots, block_size, self._check, self._lower)
         needed = ((self.states, stateful), (self.windows, num_window_blocks > 0))
         self._needs: list[Need] = [need for need, is_needed in needed if is_needed]
+        self.counts = BlockCounts(num_blocks, self._allocator, self._tree, self.copies, self._needs)
         self._borders = Borders(self._tree, self._needs)
         self.retentions = Retentions(
             self._tree,
@@ -116,39 +115,7 @@ class PrefixCache:
         )
         self._leases: dict[int, Lease] = {}
         self._next_number = 0
-        self._num_private_blocks = 0
         self._num_changes = 0
-        self._duplicates: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        """The number of blocks that hold nothing."""
-        return self._allocator.num_free
-
-    @property
-    def num_cached(self) -> int:
-        """The number of blocks that hold a cached prefix and are evictable: no lease protects them."""
-        return self._tree.num_evictable_blocks
-
-    @property
-    def num_available(self) -> int:
-        """The number of blocks that `extend` can give to a lease now. While blocks are copied it may be too low."""
-        num_cached = max(0, self._tree.num_evictable_blocks - self.copies.num_copied)
-        return self._allocator.num_free + num_cached
-
-    def num_available_to(self, namespace: str, enough: int | None = None) -> int:
-        """Count the blocks that `extend` with `sparing` could give to a lease of a namespace now.
-
-        enough: stop counting here; the result is then a lower bound.
-        """
-        num_spared, account = int(_SPARED_SHARE * self.num_blocks), account_of(namespace)
-        if enough is not None:
-            num_own = self._tree.victims.num_evictable(account)
-            num_evictable = max(self._tree.num_evictable_blocks - num_spared, num_own)
-            num_sure = self._allocator.num_free + max(0, num_evictable - self.copies.num_copied)
-            if num_sure >= enough:
-                return num_sure
-        return max(self._allocator.num_free, self.num_available - self._tree.num_to_spare(account, num_spared))
 
     def room(self, num_spoken_for: int) -> Room | None:
         """Return the room that a waiting request finds now, None where prefixes need more than KV blocks.
@@ -157,28 +124,13 @@ class PrefixCache:
         """
         if self._needs:
             return None
-        return Room(self, self._num_changes, self.num_available - num_spoken_for)
-
-    @property
-    def num_leased(self) -> int:
-        """The number of blocks that at least one lease holds, a shared block counted once."""
-        return self._tree.num_pinned_blocks + self._num_private_blocks
+        return Room(self, self._num_changes, self.counts.num_available - num_spoken_for)
 
     @property
     def age(self) -> float:
         """The time since the last use of the prefix that would be evicted next; 0 without any."""
         leaf = self._tree.victims.next_leaf()
         return 0.0 if leaf is None else max(0.0, self._tree.now - leaf.used_at)
-
-    @property
-    def num_duplicates(self) -> int:
-        """The number of blocks that `publish` has returned and `free` has not received yet."""
-        return len(self._duplicates)
-
-    @property
-    def num_copied(self) -> int:
-        """The number of blocks, window blocks and snapshots that are being copied, held by a lease or not."""
-        return self.copies.num_copied + sum([need.num_lent for need in self._needs])
 
     @property
     def lower(self) -> StoredTree | None:
@@ -246,7 +198,7 @@ class PrefixCache:
             need.give_up(replaced)
         self._free(replaced)
         lease.block_ids[first : first + len(adopted)] = adopted
-        self._count_private(lease, -len(replaced))
+        self.counts.add_private(lease.namespace, -len(replaced))
         self._tree.move(lease.node, node)
         lease.node = node
         lease.num_cached_tokens += len(adopted) * self.block_size
@@ -271,7 +223,7 @@ class PrefixCache:
                 return None
         num_missing = count - allocator.num_free
         if num_missing > 0:
-            available = self.num_available_to(lease.namespace, count) if sparing else self.num_available
+            available = self.counts.num_available_to(lease.namespace, count) if sparing else self.counts.num_available
             if count > available:
                 return None
             while num_missing > 0:
@@ -285,7 +237,7 @@ class PrefixCache:
             for need in self._needs:
                 need.grow(lease, new)
             block_ids.extend(new)
-            self._count_private(lease, count)
+            self.counts.add_private(lease.namespace, count)
         return new
 
     def publish(self, lease: Lease, tokens: array[int], num_computed_tokens: int) -> list[int]:
@@ -317,11 +269,11 @@ class PrefixCache:
         self._tree.move(lease.node, node)
         lease.node = node
         lease.num_published_tokens = stop * size
-        self._count_private(lease, -len(own))
+        self.counts.add_private(lease.namespace, -len(own))
         duplicates = own[: len(canonical)].tolist()
         if canonical:
             lease.block_ids[first : first + len(canonical)] = canonical
-            self._duplicates.update(duplicates)
+            self.counts.duplicates.update(duplicates)
         for need in self._needs:
             need.publish(lease, num_computed_tokens, zip(numbers(first), duplicates, canonical, strict=False))
         if self._lower is not None:
@@ -331,9 +283,9 @@ class PrefixCache:
     def free(self, ids: Sequence[int]) -> None:
         """Free duplicates from `publish`. Raise ValueError, with nothing changed, if an id is not one of these."""
         unique = set(ids)
-        if len(unique) != len(ids) or not unique <= self._duplicates:
+        if len(unique) != len(ids) or not unique <= self.counts.duplicates:
             raise ValueError(f"not all of {list(ids)} are duplicates that wait for their release")
-        self._duplicates -= unique
+        self.counts.duplicates.difference_update(unique)
         self._free(ids)
 
     def release(self, lease: Lease, keep_tokens: int | None = None) -> None:
@@ -352,7 +304,7 @@ class PrefixCache:
         del self._leases[lease.number]
         num_published = lease.num_published_tokens // self.block_size
         private = lease.block_ids[num_published:]
-        self._count_private(lease, -len(private))
+        self.counts.add_private(lease.namespace, -len(private))
         for need in self._needs:
             need.release(lease)
         self._tree.release(lease.node, lease.namespace)
@@ -441,22 +393,6 @@ class PrefixCache:
     def _check(self, lease: Lease) -> None:
         if lease.owner is not self:
             raise LeaseError("the lease was released before, or belongs to another cache")
-
-    def _count_private(self, lease: Lease, change: int) -> None:
-        """Count blocks of a lease that are not in the tree."""
-        self._num_private_blocks += change
-        self._tree.victims.count_private(lease.namespace, change)
-
-    def reset(self) -> int:
-        """Evict all blocks that no lease protects. Return their number."""
-        return sum(self.drop(None))
-
-    def check_counts(self) -> None:
-        """Raise InvariantError unless free + cached + leased + duplicates + in copy = all blocks. O(1)."""
-        total = self.num_free + self.num_cached + self.num_leased + self.num_duplicates + self.copies.num_in_copy
-        require(total == self.num_blocks, f"{total} of {self.num_blocks} blocks accounted for")
-        for need in self._needs:
-            need.check_counts(self._duplicates)
 
     def _resume(self, lease: Lease, node: Node, path: array[int]) -> tuple[Node, int]:
         """Return the node that ends where the prefix that ends with `node` last serves, and its depth in blocks.

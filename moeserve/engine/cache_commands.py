@@ -139,7 +139,7 @@ class CacheCommands:
     def _tier_samples(self, lower: LowerTier) -> FeatureSamples:
         counters, stored = lower.counters, lower.stored
         tier = stored.tier.value
-        in_memory = sum(cache.num_blocks - cache.num_free for cache in self._caches)
+        in_memory = sum(cache.num_blocks - cache.counts.num_free for cache in self._caches)
         return {
             "moeserve_kv_tier_blocks": [["device", in_memory], [tier, stored.num_own]],
             "moeserve_kv_tier_bytes": [["device", in_memory * self._block_bytes], [tier, stored.num_of(None)[1]]],

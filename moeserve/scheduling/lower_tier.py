@@ -214,7 +214,7 @@ class LowerTier(Source[CopyJob]):
         names = request.prefix_names
         self._stored.name(names, request.namespace, request.token_ids, num_blocks, size)
         unwritten = [name for name in names[:num_blocks] if name not in self._stored]
-        victim = Victim(num_blocks, len(unwritten), cache.num_available)
+        victim = Victim(num_blocks, len(unwritten), cache.counts.num_available)
         compute_s = self._compute_s(0, num_blocks * size, num_blocks * size, num_running)
         fate = fate_of(victim, self._costs(compute_s, num_running, num_running), self._overflow)
         self.counters.fates[fate] += 1

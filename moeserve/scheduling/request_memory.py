@@ -35,7 +35,8 @@ class RequestMemory:
 
         enough: stop counting here; the result is then a lower bound.
         """
-        return self._cache.num_available_to(request.namespace, enough) if sparing else self._cache.num_available
+        counts = self._cache.counts
+        return counts.num_available_to(request.namespace, enough) if sparing else counts.num_available
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the most blocks that `num_tokens` further tokens of a request can begin."""
@@ -312,9 +313,10 @@ class RequestMemory:
 
         num_held: the number of blocks that are held for other services.
         """
-        self._cache.check_counts()
-        if self._cache.num_leased != num_held or self._cache.num_duplicates:
-            raise AssertionError(f"idle, but {self._cache.num_leased} blocks are leased")
+        counts = self._cache.counts
+        counts.check()
+        if counts.num_leased != num_held or counts.duplicates:
+            raise AssertionError(f"idle, but {counts.num_leased} blocks are leased")
         self._states.check_idle()
 
 

@@ -131,7 +131,8 @@ class Scheduler:
     @property
     def num_blocks(self) -> tuple[int, int, int]:
         """The numbers of free, cached and leased blocks of all ranks."""
-        counts = [(cache.num_free, cache.num_cached, cache.num_leased) for cache in self._caches]
+        of_ranks = [cache.counts for cache in self._caches]
+        counts = [(of_rank.num_free, of_rank.num_cached, of_rank.num_leased) for of_rank in of_ranks]
         free, cached, leased = map(sum, zip(*counts, strict=True))
         return free, cached, leased
 

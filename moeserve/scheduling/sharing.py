@@ -75,7 +75,7 @@ class Sharing:
         """Yield victims until a rank has the wanted blocks, or no tenant has more than its share."""
         while (victim := blocks.pop_victim()) is not None:
             yield victim
-            if self._caches[victim.rank].num_available >= wanted:
+            if self._caches[victim.rank].counts.num_available >= wanted:
                 return
 
     def may_run(self, terms: Terms, num_running: int) -> bool:

@@ -16,7 +16,7 @@ from radix_cache.window_blocks import WindowBlocks
 
 def check_invariants(cache: PrefixCache) -> None:
     """Raise InvariantError unless every block is in exactly one place and all counters agree. O(blocks)."""
-    cache.check_counts()
+    cache.counts.check()
     cache._allocator.check_invariants()
     leases = cache._leases.values()
     places: dict[str, Collection[int]] = {"in the tree": check_tree(cache._tree, leases)}
@@ -25,14 +25,19 @@ def check_invariants(cache: PrefixCache) -> None:
         private = lease.block_ids[lease.num_published_tokens // cache.block_size :]
         num_private += len(private)
         places[f"leased by {lease.number}"] = private
-    places |= {"duplicates": cache._duplicates, "in copy": cache.copies.in_copy()}
+    places |= {"duplicates": cache.counts.duplicates, "in copy": cache.copies.in_copy()}
     cache._allocator.check_allocated(check_places(places))
-    require(num_private == cache._num_private_blocks, "the number of unpublished blocks is wrong")
+    require(num_private == cache.counts.num_private, "the number of unpublished blocks is wrong")
     require(num_private == cache._tree.victims.num_private(), "an account's unpublished blocks are miscounted")
     check_snapshots(cache._tree, leases)
     if isinstance(cache.windows, WindowBlocks):
         held = Counter(block for lease in leases for block in lease.block_ids[lease.first_window :])
-        cache.windows.check(dict(held), cache._duplicates)
+        cache.windows.check(dict(held), cache.counts.duplicates)
+
+
+def evict_all(cache: PrefixCache) -> int:
+    """Evict all blocks that no lease protects. Return their number."""
+    return sum(cache.drop(None))
 
 
 def check_places(held: Mapping[str, Collection[int]]) -> set[int]:

@@ -21,7 +21,7 @@ from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.thoughts import ThoughtBudget
 from radix_cache import PrefixCache, StoredBlocks
-from tests.support.cache_invariants import check_invariants
+from tests.support.cache_invariants import check_invariants, evict_all
 from tests.support.kv_oracle import KvOracle, Record, mask_of, undisturbed
 
 VOCAB_SIZE = 50
@@ -247,8 +247,8 @@ class Simulation:
                 seen = [(-1 - int(entry.logprob), entry.top[0][0]) for entry in record.prompt_logprobs]
                 assert seen == list(enumerate(record.prompt))[1:]
         for cache in self.caches:
-            cache.reset()
-            assert cache.num_free == cache.num_blocks
+            evict_all(cache)
+            assert cache.counts.num_free == cache.num_blocks
 
     def _schedule(self) -> list[StepPlan] | None:
         self._take(self.scheduler.end_declined())
@@ -270,7 +270,8 @@ class Simulation:
             # Blocks that are copied, or held for another service until a turn's end, may be all that is left.
             is_held = self.offers is not None and self.offers.num_held > 0
             is_led = any(request.asked.led for request in self.scheduler.requests.values())
-            is_copied = any(cache.num_copied for cache in self.caches)
+            lenders = [lender for cache in self.caches for lender in (cache.windows, cache.states)]
+            is_copied = any(cache.copies.num_copied for cache in self.caches) or any(one.num_lent for one in lenders)
             is_stopped = self.masks.unmasked or is_reading or is_held or is_led or is_copied
             assert self._in_flight or self.scheduler.is_idle or is_stopped, "something is runnable"
             return None
@@ -284,7 +285,7 @@ class Simulation:
         for request, lease in ready:
             if request.request_id not in planned and request.lease is lease:
                 cache = self.caches[request.rank]
-                num_available = min(cache.num_available_to(request.namespace), cache.windows.num_available)
+                num_available = min(cache.counts.num_available_to(request.namespace), cache.windows.num_available)
                 # A preemption for a later request frees memory when this one has had its turn.
                 is_sure = self.scheduler.counters.preemptions == num_preemptions
                 assert num_available == 0 or not is_sure or self._in_turns, "a decode was left out"

@@ -13,7 +13,7 @@ import pytest
 
 from radix_cache import PUBLIC, BudgetError, PrefixCache
 from radix_cache.victims import HALF_LIFE_S
-from tests.support.cache_invariants import check_invariants
+from tests.support.cache_invariants import check_invariants, evict_all
 from tests.support.line_counts import num_lines
 
 
@@ -172,7 +172,7 @@ def test_public_prefixes_count_for_nobody() -> None:
     for _ in range(10):
         shelf.put("a", 40)
     assert shelf.held() == {PUBLIC: 30, "b": 10, "a": 60}
-    shelf.cache.reset()
+    evict_all(shelf.cache)
     assert shelf.held() == {}
 
 

@@ -212,4 +212,4 @@ def test_prefixes_that_are_used_again_while_others_are_dropped_stay() -> None:
     assert freed == 999
     check_invariants(cache)
     cache.release(lease)
-    assert cache.num_cached == 1
+    assert cache.counts.num_cached == 1

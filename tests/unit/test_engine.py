@@ -357,8 +357,8 @@ def test_requests_of_a_frontend_that_is_gone_give_their_memory_back_and_others_g
     assert served.client.receive() == Admitted("mine")
     assert [o.token_ids for o in served.client.outputs_of("mine")] == [[11], [12]]
     cache = served.cache
-    assert cache.num_leased == 0
-    assert cache.num_free + cache.num_cached == 32
+    assert cache.counts.num_leased == 0
+    assert cache.counts.num_free + cache.counts.num_cached == 32
 
 
 def test_frontends_hear_of_each_queue_time_once(served: Served) -> None:

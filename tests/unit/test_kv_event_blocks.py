@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from moeserve.engine.kv_events.blocks import BlockRemoved, BlockStored, KvBlocks, block_hash
 from moeserve.engine.kv_events.publisher import pack_batch
 from radix_cache import PUBLIC, Lease, PrefixCache
-from tests.support.cache_invariants import check_invariants
+from tests.support.cache_invariants import check_invariants, evict_all
 from tests.support.examples import examples
 from tests.support.kv_consumer import EventConsumer
 
@@ -157,7 +157,7 @@ def test_blocks_go_from_the_end_of_a_prefix():
     lease = compute(cache, ids(1, 2, 3, 4, 5, 6))
     (stored,) = blocks.apply(cache.facts.take())
     cache.release(lease)
-    cache.reset()
+    evict_all(cache)
     assert blocks.apply(cache.facts.take()) == [BlockRemoved(stored.block_hashes[::-1])]
 
 

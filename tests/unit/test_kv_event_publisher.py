@@ -18,6 +18,7 @@ from moeserve.engine.kv_events.blocks import KvBlocks
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
 from moeserve.settings.kv_events import KvEventsConfig, endpoint_of, parse_kv_events
 from radix_cache import PrefixCache
+from tests.support.cache_invariants import evict_all
 from tests.support.kv_consumer import EventConsumer
 
 SIZE = 2
@@ -127,7 +128,7 @@ def test_live_batches_go_on_where_a_replay_ended():
         while (None, (1001, 1002)) not in router.consumer.prefixes:
             _, number, payload = router.next()
             router.consumer.take(number, payload)
-        assert len(router.consumer.blocks) == caches[0].num_cached
+        assert len(router.consumer.blocks) == caches[0].counts.num_cached
 
 
 def test_who_subscribes_after_the_first_batch_is_told_all_blocks():
@@ -168,7 +169,7 @@ def test_a_snapshot_tells_the_present_blocks_with_the_number_of_the_next_batch()
     with publishing(topic="kv") as (caches, events, (router,), _):
         compute(caches[0], 1, 2, 3, 4)
         events.end_turn()
-        caches[0].reset()
+        evict_all(caches[0])
         events.end_turn()
         compute(caches[0], 5, 6)
         events.end_turn()
@@ -192,7 +193,7 @@ def test_a_replay_from_before_the_buffer_is_a_snapshot_with_the_number_of_the_ne
         assert [number for _, number, _ in batches] == [10]
         for event in msgpack.unpackb(batches[0][2])[1]:
             router.consumer.apply(event)
-        assert len(router.consumer.blocks) == caches[0].num_cached == 10
+        assert len(router.consumer.blocks) == caches[0].counts.num_cached == 10
         assert [number for _, number, _ in router.ask((9).to_bytes(8, "big"))] == [9, 10]
 
 
@@ -224,7 +225,7 @@ def test_a_full_queue_drops_facts_and_tells_everything_anew_later():
     for token in range(1, 13, 2):
         compute(cache, token, token + 1)
         events.end_turn()
-    cache.reset()
+    evict_all(cache)
     compute(cache, 50, 51)
     events.end_turn()
     router = Router(sockets, publisher.sources[0])

@@ -113,7 +113,7 @@ def test_leases_end_by_fetch_by_time_and_by_need() -> None:
     offers.expire(14.5, [])
     assert [offers.blocks(one) is not None for one in tickets] == [False, False, True, False, False]
     offers.expire(15.0, [request_of(10, tokens_of(3))])
-    assert (offers.num_held, cache.num_leased) == (0, 0)
+    assert (offers.num_held, cache.counts.num_leased) == (0, 0)
     assert offers.make(request_of(9, tokens_of(1, 4)), 0.0) is None
 
 
@@ -160,7 +160,7 @@ def test_requests_that_lack_memory_end_tickets_of_accounts_with_as_much_in_use()
     offers.expire(0.0, [lacks, request_of(8, tokens_of(80), namespace="carol")])
     assert offers.blocks(bobs) is None
     cache.release(running)
-    assert cache.num_leased == 0
+    assert cache.counts.num_leased == 0
 
 
 def test_a_fetched_lease_is_no_longer_the_oldest() -> None:
@@ -195,10 +195,10 @@ def test_as_many_blocks_are_held_as_the_tickets_of_all_accounts_have(seed: int) 
                 lacking = [request_of(0, tokens_of(1), namespace=one) for one in ("a", "c") if draw.random() < 0.1]
                 offers.expire(now, lacking)
         held = {block for ticket_id in tickets for block in offers.blocks(ticket_id) or ()}
-        assert offers.num_held == len(held) == cache.num_leased <= 30
+        assert offers.num_held == len(held) == cache.counts.num_leased <= 30
         check_invariants(cache)
     offers.expire(now + 11.0, [])
-    assert (offers.num_held, cache.num_leased) == (0, 0)
+    assert (offers.num_held, cache.counts.num_leased) == (0, 0)
 
 
 def test_a_ticket_serves_nobody_once_its_lease_has_to_be_over() -> None:
@@ -272,7 +272,7 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
     for job in open_jobs:
         assert fetches.end(Result(job, [1] * 0, 0.1), 0.0) == []
     check_invariants(cache)
-    assert (cache.num_leased, cache.copies.num_in_copy) == (0, 0)
+    assert (cache.counts.num_leased, cache.copies.num_in_copy) == (0, 0)
 
 
 def test_a_prompt_that_waits_too_long_keeps_the_blocks_that_have_come() -> None:
@@ -289,7 +289,7 @@ def test_a_prompt_that_waits_too_long_keeps_the_blocks_that_have_come() -> None:
     assert fetches.take_overdue(41.0) == []
     assert fetches.end(Result(begun, [1] * 3, 40.0), 0.0) == [requests[0]]
     assert fetches.end(Result(queued, [1] * 0, 40.0), 0.0) == []
-    assert (cache.peek(tokens), cache.num_leased, cache.copies.num_in_copy) == (3 * SIZE, 0, 0)
+    assert (cache.peek(tokens), cache.counts.num_leased, cache.copies.num_in_copy) == (3 * SIZE, 0, 0)
 
 
 def test_prompts_that_begin_alike_hold_their_common_blocks_once() -> None:

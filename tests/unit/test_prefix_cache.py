@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radix_cache import InvariantError, Lease, LeaseError, PrefixCache
-from tests.support.cache_invariants import check_invariants
+from tests.support.cache_invariants import check_invariants, evict_all
 
 SIZE = 4
 
@@ -41,7 +41,7 @@ def test_match_serves_the_longest_cached_prefix_in_whole_blocks() -> None:
     lease = cache.match(tokens(20))
     assert lease.num_cached_tokens == lease.num_published_tokens == 8
     assert lease.block_ids.tolist() == blocks[:2]
-    assert cache.num_leased == 2
+    assert cache.counts.num_leased == 2
 
 
 @pytest.mark.parametrize(("length", "expected"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
@@ -143,7 +143,7 @@ def test_extend_returns_none_and_changes_nothing_when_impossible() -> None:
     holder = run(cache, tokens(8, 50))
     lease = cache.match(tokens(5))
     assert lease.num_cached_tokens == 4
-    assert cache.num_available == 1
+    assert cache.counts.num_available == 1
     assert cache.extend(lease, 2) is None
     assert lease.block_ids.tolist() == [0]
     assert cache.extend(lease, 0) == []
@@ -161,7 +161,7 @@ def test_leased_prefix_survives_any_pressure() -> None:
     other = cache.match(tokens(1, 99))
     assert cache.extend(other, 5) is None
     assert cache.extend(other, 4) is not None
-    assert cache.num_available == 0
+    assert cache.counts.num_available == 0
     assert lease.block_ids.tolist() == blocks
 
 
@@ -171,7 +171,7 @@ def test_release_keeps_published_blocks_and_frees_the_others() -> None:
     cache.extend(lease, 4)
     cache.publish(lease, tokens(14), 10)
     cache.release(lease)
-    assert (cache.num_free, cache.num_cached, cache.num_leased) == (6, 2, 0)
+    assert (cache.counts.num_free, cache.counts.num_cached, cache.counts.num_leased) == (6, 2, 0)
 
 
 def test_released_lease_raises_on_every_use() -> None:
@@ -199,7 +199,7 @@ def test_lease_of_another_cache_raises() -> None:
 def test_release_drops_published_blocks_beyond_keep_tokens(keep: int | None, cached: int) -> None:
     cache = PrefixCache(8, SIZE)
     cache.release(run(cache, tokens(14)), keep)
-    assert (cache.num_cached, cache.num_free) == (cached, 8 - cached)
+    assert (cache.counts.num_cached, cache.counts.num_free) == (cached, 8 - cached)
     assert cache.peek(tokens(20)) == cached * SIZE
     check_invariants(cache)
 
@@ -209,21 +209,21 @@ def test_release_does_not_drop_what_another_lease_holds() -> None:
     first = run(cache, tokens(12))
     second = cache.match(tokens(9))
     cache.release(first, keep_tokens=0)
-    assert cache.num_leased == 2
-    assert cache.num_free == 6
+    assert cache.counts.num_leased == 2
+    assert cache.counts.num_free == 6
     cache.release(second, keep_tokens=0)
-    assert cache.num_free == 8
+    assert cache.counts.num_free == 8
 
 
 def test_reset_evicts_all_but_leased_blocks() -> None:
     cache = PrefixCache(8, SIZE)
     remember(cache, tokens(12))
     lease = cache.match(tokens(9))
-    assert cache.reset() == 1
-    assert (cache.num_cached, cache.num_leased) == (0, 2)
+    assert evict_all(cache) == 1
+    assert (cache.counts.num_cached, cache.counts.num_leased) == (0, 2)
     cache.release(lease)
-    assert cache.reset() == 2
-    assert cache.num_free == 8
+    assert evict_all(cache) == 2
+    assert cache.counts.num_free == 8
 
 
 def test_without_caching_nothing_is_shared_or_kept() -> None:
@@ -235,7 +235,7 @@ def test_without_caching_nothing_is_shared_or_kept() -> None:
     assert cache.match(tokens(9)).num_cached_tokens == 0
     check_invariants(cache)
     cache.release(lease)
-    assert (cache.num_free, cache.num_cached) == (8, 0)
+    assert (cache.counts.num_free, cache.counts.num_cached) == (8, 0)
 
 
 def test_many_short_namespaces_leave_nothing_behind() -> None:
@@ -262,11 +262,11 @@ def test_senseless_block_size_raises() -> None:
         lambda cache, lease: lease.block_ids.pop(),
         lambda cache, lease: setattr(lease, "num_published_tokens", 4),
         lambda cache, lease: setattr(lease, "namespace", "other"),
-        lambda cache, lease: cache._duplicates.add(0),
+        lambda cache, lease: cache.counts.duplicates.add(0),
         lambda cache, lease: cache._leases.clear(),
         lambda cache, lease: cache._allocator.free([lease.block_ids[2]]),
         lambda cache, lease: cache._allocator.allocate(1),
-        lambda cache, lease: setattr(cache, "_num_private_blocks", 0),
+        lambda cache, lease: setattr(cache.counts, "num_private", 0),
         lambda cache, lease: cache._tree.acquire(lease.node),
         lambda cache, lease: setattr(lease.node, "pins", 2),
         lambda cache, lease: lease.node.blocks.pop(),
@@ -297,16 +297,16 @@ def test_check_invariants_notices_a_corrupt_cache(corrupt: Callable[[PrefixCache
         check_invariants(cache)
 
 
-@pytest.mark.parametrize("counter", ["_num_private_blocks", "_tree.num_blocks", "_allocator._num_free"])
+@pytest.mark.parametrize("counter", ["counts.num_private", "_tree.num_blocks", "_allocator._num_free"])
 def test_check_counts_notices_a_block_too_many(counter: str) -> None:
     cache = PrefixCache(8, SIZE)
     run(cache, tokens(9))
-    cache.check_counts()
+    cache.counts.check()
     *path, name = counter.split(".")
     owner = reduce(getattr, path, cache)
     setattr(owner, name, getattr(owner, name) + 1)
     with pytest.raises(InvariantError, match="9 of 8"):
-        cache.check_counts()
+        cache.counts.check()
 
 
 def test_lease_without_cache_reads_nothing_but_may_publish() -> None:
@@ -333,11 +333,11 @@ def test_publish_returns_duplicates_which_stay_taken_until_freed() -> None:
     assert cache.publish(first, tokens(9), 8) == []
     assert cache.publish(second, tokens(9), 8) == own[:2]
     assert second.block_ids.tolist() == [*ids[:2], own[2]]
-    assert (cache.num_free, cache.num_duplicates, cache.num_leased) == (2, 2, 4)
+    assert (cache.counts.num_free, len(cache.counts.duplicates), cache.counts.num_leased) == (2, 2, 4)
     check_invariants(cache)
     assert cache.extend(first, 3) is None
     cache.free(own[:2])
-    assert (cache.num_free, cache.num_duplicates) == (4, 0)
+    assert (cache.counts.num_free, len(cache.counts.duplicates)) == (4, 0)
 
 
 def test_free_takes_each_duplicate_once_and_nothing_else() -> None:
@@ -351,7 +351,7 @@ def test_free_takes_each_duplicate_once_and_nothing_else() -> None:
     for wrong in (ids, [own[0], own[0]], [own[0], 7], [-1], [99]):
         with pytest.raises(ValueError, match="not all of"):
             cache.free(wrong)
-    assert cache.num_duplicates == 2
+    assert len(cache.counts.duplicates) == 2
     cache.free(own)
     with pytest.raises(ValueError, match="not all of"):
         cache.free(own)
@@ -369,7 +369,7 @@ def test_advance_adopts_published_blocks_in_place_of_own_ones() -> None:
     assert cache.advance(second, tokens(14)) == 12
     assert second.block_ids.tolist() == ids[:3]
     assert second.num_cached_tokens == second.num_published_tokens == 12
-    assert cache.num_free == 12
+    assert cache.counts.num_free == 12
     check_invariants(cache)
 
 
@@ -394,7 +394,7 @@ def test_agents_arriving_together_compute_their_shared_prompt_once() -> None:
         cache.publish(leases[0], prompts[0], num_computed)
         for lease, prompt in zip(leases[1:], prompts[1:], strict=True):
             assert cache.advance(lease, prompt) == num_computed
-    assert cache.num_leased == 8
+    assert cache.counts.num_leased == 8
     for lease in leases:
         cache.release(lease)
     check_invariants(cache)

@@ -11,7 +11,7 @@ import pytest
 
 from radix_cache import PUBLIC, Lease, MissReason, PrefixCache, Snapshot
 from radix_cache.errors import InvariantError
-from tests.support.cache_invariants import check_invariants
+from tests.support.cache_invariants import check_invariants, evict_all
 
 SIZE = 4
 TALK = list(range(100, 140))
@@ -43,7 +43,7 @@ def test_kv_without_a_snapshot_is_computed_again_and_shared_by_then() -> None:
     cache = stateful(2)
     assert prefill(cache, TALK[:20], []) == 0
     assert prefill(cache, TALK[:20], [16]) == 0
-    assert cache.num_cached == 5
+    assert cache.counts.num_cached == 5
     assert prefill(cache, TALK[:20], [16]) == 16
 
 
@@ -269,7 +269,7 @@ def test_a_public_prefix_gets_its_snapshot_from_whoever_computes_it() -> None:
     assert prefill(cache, TALK[:20], [], PUBLIC) == 0
     assert prefill(cache, [*TALK[:20], 1, 2, 3, 4, 5], [20], "a") == 0
     assert prefill(cache, [*TALK[:20], 6, 7, 8, 9, 10], [], "b") == 20
-    assert cache.num_cached == 5 + 2
+    assert cache.counts.num_cached == 5 + 2
 
 
 def test_a_public_prefix_that_is_evicted_meanwhile_becomes_the_requests_own() -> None:
@@ -279,14 +279,14 @@ def test_a_public_prefix_that_is_evicted_meanwhile_becomes_the_requests_own() ->
     lease = cache.match(ids, "a")
     assert lease.num_known_tokens == 16
     cache.extend(lease, 5)
-    assert cache.reset() == 3
+    assert evict_all(cache) == 3
     row = cache.states.take(lease, 16)
     assert row is not None
     cache.free(cache.publish(lease, ids, 20))
     cache.states.drop_row(row)
     cache.release(lease)
     check_invariants(cache)
-    assert cache.num_cached == 5
+    assert cache.counts.num_cached == 5
 
 
 def test_without_caching_no_row_is_used() -> None:
@@ -300,7 +300,7 @@ def test_a_lost_row_is_found() -> None:
     prefill(cache, TALK[:20], [8])
     cache.states.table._free.clear()
     with pytest.raises(InvariantError):
-        cache.check_counts()
+        cache.counts.check()
 
 
 def walk(cache: PrefixCache) -> dict[tuple[str, tuple[int, ...]], Snapshot]:
@@ -561,13 +561,13 @@ def drive(seed: int, steps: int) -> World:
         elif kind < 0.99:
             world.release(one, draw.choice((None, None, None, draw.randint(0, 20))))
         else:
-            world.cache.reset()
+            evict_all(world.cache)
             world.follow_blocks()
         world.check()
     while world.running:
         world.release(world.running[0], None)
-    world.cache.reset()
-    assert world.cache.num_free == world.cache.num_blocks
+    evict_all(world.cache)
+    assert world.cache.counts.num_free == world.cache.num_blocks
     assert world.cache.states.table.num_free == world.cache.states.table.num_rows
     return world
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from radix_cache import BudgetError, Lease, LeaseError, PrefixCache, account_of
 from radix_cache.victims import HALF_LIFE_S
-from tests.support.cache_invariants import check_invariants
+from tests.support.cache_invariants import check_invariants, evict_all
 from tests.support.examples import examples
 
 NAMESPACES = ("", "a", "a/x", "b")
@@ -410,7 +410,7 @@ class World:
 
     def reset(self) -> None:
         evictable = len(self.entries) - len(self.protected())
-        assert self.cache.reset() == evictable
+        assert evict_all(self.cache) == evictable
         num_lost = self.num_lost
         self.evict(evictable, None)
         self.num_lost = num_lost  # it was the operator's wish
@@ -419,13 +419,13 @@ class World:
         cache, pinned = self.cache, len(self.protected())
         check_invariants(cache)
         private = sum(len(one.lease.block_ids) - one.lease.num_published_tokens // self.size for one in self.running)
-        assert cache.num_free == len(self.free)
-        assert cache.num_cached == len(self.entries) - pinned
-        assert cache.num_available == len(self.free) + len(self.entries) - pinned
+        assert cache.counts.num_free == len(self.free)
+        assert cache.counts.num_cached == len(self.entries) - pinned
+        assert cache.counts.num_available == len(self.free) + len(self.entries) - pinned
         namespace = NAMESPACES[self.clock % 4]
-        assert cache.num_available_to(namespace) == self.available_to(namespace)
-        assert cache.num_leased == private + pinned
-        assert cache.num_duplicates == len(self.duplicates)
+        assert cache.counts.num_available_to(namespace) == self.available_to(namespace)
+        assert cache.counts.num_leased == private + pinned
+        assert len(cache.counts.duplicates) == len(self.duplicates)
         retained = {name: len(self.retained(name)) for name in ACCOUNTS}
         assert cache.retentions.num_blocks == sum(retained.values())
         assert cache.retentions.num_pins == sum(mark.is_pinned for mark in self.marks.values())
@@ -447,7 +447,7 @@ class World:
         self.free_duplicates(len(self.duplicates))
         self.reset()
         self.check()
-        assert self.cache.num_free == self.cache.num_blocks
+        assert self.cache.counts.num_free == self.cache.num_blocks
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):

@@ -101,7 +101,7 @@ def test_tokens_behind_a_stop_string_do_not_stay_cached() -> None:
     while len(record.output) < 13:
         simulation.step()
     simulation.finish("r", 5)
-    assert simulation.cache.num_cached == (20 + 5) // 4
+    assert simulation.cache.counts.num_cached == (20 + 5) // 4
     again = simulation.add("again", [*PROMPT, *record.output[:5], 1, 2], SamplingParams(max_tokens=1))
     simulation.run()
     assert again.request.num_cached_tokens == 24
@@ -148,7 +148,7 @@ def test_a_failed_prompt_is_computed_anew() -> None:
     bad = simulation.add("bad", PROMPT, SamplingParams(max_tokens=4))
     simulation.run()
     assert bad.finish_reason is FinishReason.ERROR
-    assert simulation.cache.num_cached == 0
+    assert simulation.cache.counts.num_cached == 0
     good = simulation.add("good", PROMPT, SamplingParams(max_tokens=4))
     simulation.run()
     assert good.request.num_cached_tokens == 0

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from moeserve.plan import FinishReason, SamplingParams
 from moeserve.scheduling.request_states import StatePolicy
+from tests.support.cache_invariants import evict_all
 from tests.support.examples import examples
 from tests.support.kv_oracle import Record
 from tests.support.parameters import pairs
@@ -195,7 +196,7 @@ class Script:
 
     def act(self, name: str, argument: object) -> None:
         if name == "reset":
-            self.simulation.cache.reset()
+            evict_all(self.simulation.cache)
         elif isinstance(argument, dict):
             sampling = SamplingParams(
                 max_tokens=argument["max_tokens"],

@@ -42,7 +42,7 @@ def test_shared_blocks_are_held_once() -> None:
     add_agents(simulation)
     while simulation.scheduler.num_waiting or any(not r.output for r in simulation.records.values()):
         simulation.step()
-    assert simulation.cache.num_leased <= 25 + 4 * 2
+    assert simulation.cache.counts.num_leased <= 25 + 4 * 2
     simulation.run_and_check()
 
 

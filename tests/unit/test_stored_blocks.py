@@ -17,7 +17,7 @@ from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.waiting_room import FORESEEN
 from radix_cache import Kind, PrefixCache, StoredBlock, StoredBlocks, Tier, stored_tree
 from radix_cache.block_copies import border_name
-from tests.support.cache_invariants import check_invariants
+from tests.support.cache_invariants import check_invariants, evict_all
 from tests.support.examples import examples
 from tests.support.kv_life import Disk, Life, ask, stored
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
@@ -234,7 +234,7 @@ def test_a_block_that_is_cleared_while_it_is_read_is_no_failure() -> None:
     second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
     record = ask(second, "b", PROMPT)
     (reading,) = second.take_copies(0.0)
-    second.cache.reset()
+    evict_all(second.cache)
     (removal,) = second.take_copies(0.0)
     second.end(removal)
     second.end(reading)
@@ -275,7 +275,7 @@ def test_a_prefix_that_is_read_more_slowly_than_computed_is_computed() -> None:
     second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
     ask(second, "b", PROMPT)
     second.settle()
-    second.cache.reset()
+    evict_all(second.cache)
     second.settle()
     ask(second, "c", PROMPT)
     second.settle()
@@ -342,7 +342,7 @@ def test_dropped_prefixes_leave_no_file_not_even_one_that_is_being_written() -> 
         Simulation.step(life)
     jobs = life.take_copies(0.0)
     assert sum(len(job.copies) for job in jobs) > 0
-    life.cache.reset()
+    evict_all(life.cache)
     for job in jobs:
         life.end(job)
     for job in life.take_copies(0.0):
@@ -467,7 +467,7 @@ def test_window_blocks_and_states_in_copy_outlive_the_blocks_that_they_belong_to
         Simulation.step(life)
     jobs = life.take_copies(0.0)
     assert any(copy.kind is not Kind.KV for job in jobs for copy in job.copies)
-    life.cache.reset()
+    evict_all(life.cache)
     check_invariants(life.cache)
     ask(life, "b", list(range(40, 15, -1)))
     for _ in range(4):
@@ -536,7 +536,7 @@ def test_a_device_keeps_a_few_blocks_free_and_what_clients_retain() -> None:
     for _ in range(3):
         life.step()
     assert life.cache.peek(prompt) == 20
-    assert life.cache.num_free >= num_kept_free(16, 16, SIZE)
+    assert life.cache.counts.num_free >= num_kept_free(16, 16, SIZE)
     assert len(host.files) > 0
     life.check_all_done()
 
@@ -583,7 +583,7 @@ def test_what_the_host_has_is_within_its_size_and_dropped_with_the_rest() -> Non
         assert life.blocks.num_bytes <= 800
     assert life.blocks.num_evicted > 0
     assert 0 < len(host.files) <= 8 + num_kept_free(16, 16, SIZE)
-    life.cache.reset()
+    evict_all(life.cache)
     for _ in range(3):
         life.step()
     assert host.files == {}
@@ -635,7 +635,7 @@ class History:
                 case 1:
                     life.is_full = not life.is_full
                 case 2:
-                    life.cache.reset()
+                    evict_all(life.cache)
                 case 3 if self.disk.files:
                     del self.disk.files[choices.choice(sorted(self.disk.files))]
                 case 4 | 5 | 6:

@@ -103,9 +103,9 @@ def test_blocks_go_as_if_every_leaf_was_looked_at(seed: int) -> None:
             tokens = array("i", [draw.randrange(6) for _ in range(draw.randint(2, 14))])
             lease = cache.match(tokens, name)
             wanted = len(tokens) - len(lease.block_ids)
-            missing = wanted - cache.num_free
+            missing = wanted - cache.counts.num_free
             expected: list[int] = []
-            if 0 < missing <= cache.num_cached:
+            if 0 < missing <= cache.counts.num_cached:
                 expected = expected_victims(cache, account_of(name), missing)
             free_before = {block for block in range(120) if not cache._allocator.is_allocated(block)}
             new = cache.extend(lease, wanted)
@@ -224,6 +224,6 @@ def test_the_work_of_an_eviction_does_not_grow_with_the_number_of_accounts(has_w
 
 def test_room_that_is_sure_is_seen_without_a_look_at_every_account() -> None:
     cache, _ = filled(400)
-    assert num_lines(lambda: cache.num_available_to("k7", enough=1000)) < 40
-    assert cache.num_available_to("k7", enough=1000) >= 1000
-    assert cache.num_available_to("k7") == cache.num_available - 800
+    assert num_lines(lambda: cache.counts.num_available_to("k7", enough=1000)) < 40
+    assert cache.counts.num_available_to("k7", enough=1000) >= 1000
+    assert cache.counts.num_available_to("k7") == cache.counts.num_available - 800

@@ -10,7 +10,7 @@ import pytest
 
 from radix_cache import BudgetError, Lease, MissReason, PrefixCache
 from radix_cache.window_blocks import AT_END, INSIDE, RETAINED, blocks_before, least_window_blocks
-from tests.support.cache_invariants import check_invariants
+from tests.support.cache_invariants import check_invariants, evict_all
 
 SIZE, WINDOW, SPAN = 4, 9, 2
 
@@ -303,10 +303,10 @@ class World:
         windows = self.cache.windows
         num_needed = sum(len(other.lease.block_ids) - other.lease.first_window for other in self.running)
         assert windows.num_available == windows.num_blocks - windows.num_held >= windows.num_blocks - num_needed
-        if count > min(self.cache.num_available, windows.num_available):
+        if count > min(self.cache.counts.num_available, windows.num_available):
             assert self.cache.extend(one.lease, count) is None
             return
-        self.evict_blocks(max(0, count - self.cache.num_free))
+        self.evict_blocks(max(0, count - self.cache.counts.num_free))
         self.make_room(count, one.account)
         assert self.cache.extend(one.lease, count) is not None
         before, one.num_computed = one.num_computed // SIZE, end
@@ -368,5 +368,5 @@ def test_random_operations_agree_with_a_plain_model(seed: int) -> None:
         world.check()
     while world.running:
         world.end()
-    world.cache.reset()
+    evict_all(world.cache)
     assert world.cache.windows.num_free == world.cache.windows.num_blocks
