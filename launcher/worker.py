@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -126,4 +127,10 @@ def _served(run: Callable[[], int], report: Report, name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()  # waits for the last lines of the log
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All that this process held is closed. If Python took itself down, Triton's library, which transformers loads for
+    # some types, would print a list of what it leaks.
+    os._exit(code)

@@ -10,8 +10,10 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from tests.support.saved_models import saved_model
 from tests.support.service import Service, descendants, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION
+from tests.support.tiny_model import write_model_dir
 
 ENDLESS = MAX_POSITION // 2
 
@@ -52,6 +54,18 @@ def test_settings_that_no_process_can_use_end_the_start_with_code_2_and_one_sent
             (line,) = refused.errors.read_text().splitlines()
             assert line.startswith("Error: ")
             assert sentence in line
+
+
+def test_a_library_that_transformers_loads_prints_nothing_at_the_end(tmp_path: Path) -> None:
+    folder = tmp_path / "gemma"
+    folder.mkdir()
+    write_model_dir(folder)
+    saved_model("gemma4_text", folder)
+    with service(folder, tmp_path / "service", "--log-format", "json", forked=False) as running:
+        running.process.send_signal(signal.SIGINT)
+        assert running.end() == 130
+        said = running.errors.read_text()
+        assert "leaked" not in said, said
 
 
 def test_sigterm_lets_streams_finish_and_refuses_new_requests(running: Service) -> None:
