@@ -3,6 +3,7 @@
 # make quick                                                     while you work: lint, unit tests, one generation
 # make test                                                      the suite; make test-long for what takes longer
 # make test-clients [CLIENTS=...]                                real clients, each in its own environment
+# make test-oracles                                              tiny GGUF files through llama.cpp and through our engine
 # make test-routers                                              vllm-router, dynamo's indexer, smg and litellm over services
 # make pictures                                                  the README's pictures, from a demo that runs meanwhile
 # make gpu [PYTHON=python3] [OUT=DIR]                             on a GPU: the three below, one after the other
@@ -37,7 +38,7 @@ FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 export PYTHONDONTWRITEBYTECODE :=
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv install quick test checks lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long emulator test-long kernels-long gpu gpu-test gpu-bench gpu-decode gpu-serve clean
+.PHONY: serve venv install quick test checks lint unit cpu kernels behaviour e2e pictures test-clients test-oracles test-routers openapi openapi-long emulator test-long kernels-long gpu gpu-test gpu-bench gpu-decode gpu-serve clean
 
 RIGHT_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "moeserve needs Python 3.11 or newer: make PYTHON=python3.11" >&2; exit 1; }
@@ -155,6 +156,10 @@ kernels-long: venv
 test-clients: venv
 	@$(TIMED) $(RUN) -m tests.clients $(if $(filter --%,$(CLIENTS)),$(CLIENTS),$(if $(CLIENTS),--only $(CLIENTS)))
 
+# Installs llama.cpp and compares what it computes out of GGUF files with what we do.
+test-oracles: venv
+	@$(TIMED) $(RUN) -m pytest -n 0 -m long tests/oracles
+
 # Installs routers of others, each in an environment of its own, and runs them over two services.
 test-routers: venv
 	@$(TIMED) $(RUN) -m pytest -n 0 -m long tests/routers
@@ -179,7 +184,7 @@ emulator:
 
 test-long: venv emulator kernels-long openapi-long
 	@$(TIMED) $(RUN) -m pytest $(UNIT) --hypothesis-profile=thorough tests/unit
-	@$(TIMED) $(RUN) -m pytest -m long --ignore tests/routers tests
+	@$(TIMED) $(RUN) -m pytest -m long --ignore tests/routers --ignore tests/oracles tests
 
 # These need torch, Triton, numpy, safetensors, transformers, msgpack and pytest alone. Each ends within ten minutes: for
 # machines that are lent for as long. What is measured by then is written.

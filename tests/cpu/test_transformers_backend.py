@@ -12,9 +12,9 @@ from benchmarks.token_engine import Completion, TokenEngine
 from kernels.specs import Activation
 from moeserve.config import ConfigError
 from moeserve.engine.memory_plan import plan_model
+from moeserve.model.hf.expert_form import form_of
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.fused import FusedAttention
-from moeserve.model.hf.geometry import is_experts
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.mixers import Ways, find_mixers
 from moeserve.model.hf.modelling import empty_model
@@ -92,15 +92,16 @@ def test_the_memory_stated_before_loading_is_that_of_our_own_code(tmp_path: Path
 )
 def test_the_activation_of_experts_is_found(model_type: str, activation: Activation | None) -> None:
     code = empty_model(tiny_config(model_type))
-    assert {activation_of(module) for module in code.body.modules() if is_experts(module)} == {activation}
+    forms = {module: form for module in code.body.modules() if (form := form_of(module)) is not None}
+    assert {activation_of(module, form) for module, form in forms.items()} == {activation}
 
 
-def test_experts_with_other_limits_in_other_layers_stay_with_transformers_code() -> None:
+def test_where_layers_limit_their_experts_differently_those_of_the_others_stay_with_transformers_code() -> None:
     code = empty_model(tiny_config("deepseek_v4"))
-    modules = list(experts_by_layer(code).values())
-    assert len(modules) > 1
-    modules[1].limit = 3.0  # type: ignore[assignment]
-    assert experts_by_layer(code) == {}
+    found = experts_by_layer(code)
+    assert len(found) > 2
+    found[1].limit = 3.0  # type: ignore[assignment]
+    assert experts_by_layer(code).keys() == found.keys() - {1}
 
 
 @pytest.mark.parametrize(

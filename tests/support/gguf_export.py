@@ -40,7 +40,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {"swiglu_limit": 7.0, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "mistral3": ("mixtral", {}),
     "glm4moe": ("glm4_moe", {}),
+    "bailingmoe2": ("glm4_moe", {"attention_bias": False}),
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_layer_end_index": -1}),
     "dots1": ("dots1", {"sliding_window": None, "layer_types": None}),
     "minimax-m2": ("minimax_m2", {}),
@@ -58,6 +60,11 @@ Quantise = Callable[[str, np.ndarray], Kind]
 
 def in_float32(name: str, values: np.ndarray) -> Kind:
     return Kind.F32
+
+
+def in_blocks(name: str, values: np.ndarray) -> Kind:
+    """Quantise matrices whose rows are whole blocks, but for gates."""
+    return Kind.F32 if "gate_inp" in name or values.shape[-1] % 32 else Kind.Q5_0
 
 
 def write_gguf(
@@ -179,6 +186,10 @@ def _write_fields(writer: gguf.GGUFWriter, name: str, c: Any, latent: str) -> No
         writer.add_ssm_group_count(c.linear_num_key_heads)
         writer.add_ssm_time_step_rank(c.linear_num_value_heads)
         writer.add_ssm_inner_size(c.linear_num_value_heads * c.linear_value_head_dim)
+    if name in ("qwen3vlmoe", "qwen35", "qwen35moe"):  # Without images all parts of a head have the same positions.
+        writer.add_rope_dimension_sections([1, 1, 1, 0])
+    if name == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(c.moe_layer_interval)
     if name == "gpt-oss":
         writer.add_sliding_window(c.sliding_window)
     if getattr(c, "clip_qkv", None):
@@ -193,6 +204,8 @@ def _write_experts(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_expert_count(first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
     writer.add_expert_used_count(first("num_experts_per_tok", "moe_k"))
     writer.add_expert_feed_forward_length(first("moe_intermediate_size", "intermediate_size"))
+    if (width := first("shared_expert_intermediate_size")) is not None:
+        writer.add_expert_shared_feed_forward_length(width)
     if (shared := first("n_shared_experts", "moe_num_shared_experts")) is not None:
         writer.add_expert_shared_count(shared)
     if (dense := first("first_k_dense_replace", "moe_layer_start_index")) is not None:
@@ -255,7 +268,11 @@ def _tensors(name: str, config: Any, state: dict[str, torch.Tensor], latent: str
             yield named(tensor.replace("router.weight", "router.layer.weight")), values
         elif tensor.endswith("shared_expert_gate.weight"):
             yield named(tensor), values.flatten()
-        elif name in ("llama", "granitemoe") and ("q_proj" in tensor or "k_proj" in tensor):
+        elif name == "bailingmoe2" and tensor.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            if "q_proj" in tensor:
+                projections = [state[tensor.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+                yield f"blk.{tensor.split('.')[2]}.attn_qkv.weight", torch.cat(projections)
+        elif name in ("llama", "mistral3", "granitemoe") and ("q_proj" in tensor or "k_proj" in tensor):
             heads = config.num_attention_heads if "q_proj" in tensor else config.num_key_value_heads
             yield named(tensor), _side_by_side(values, heads)
         else:

@@ -26,7 +26,7 @@ from tests.support.tiny_transformers import tiny_model
 Tensors = Iterator[tuple[str, Tensor]]
 _EXPERT = re.compile(r".*layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
-_LAYER = re.compile(r".*layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r".*(?:layers|blocks)\.(\d+)\.(.+)")
 _MIMO_ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -44,6 +44,19 @@ _MISTRAL_ROPE |= {
     "llama_4_scaling_beta": 0.1,
 }
 _SIGMOID = gguf.ExpertGatingFuncType.SIGMOID
+_STEP_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+}
+_BAILING = {"intermediate_size": 32, "shared_intermediate_size": 64, "attention_multiplier": 16**-0.5}
+_LLAMA4 = {
+    "attention_chunk_size": 8192,
+    "no_rope_layers": [1, 1, 1, 0],
+    "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    "moe_layers": [1, 3],
+    "interleave_moe_layer_step": 2,
+}
+_MINISTRAL_ROPE = {**_MISTRAL_ROPE, "max_position_embeddings": 512}
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,7 @@ class Architecture:
     write_fields: Callable[[gguf.GGUFWriter, Any], None]
     change: Callable[[Any, str, Tensor], Mapping[str, Tensor] | None] = lambda config, own, values: None
     more: Mapping[str, Any] = field(default_factory=dict)
+    adds_to_norms: bool = False
 
 
 def _granite_fields(writer: gguf.GGUFWriter, c: Any) -> None:
@@ -63,6 +77,92 @@ def _granite_fields(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_residual_scale(c.residual_multiplier)
     writer.add_logit_scale(c.logits_scaling)
     writer.add_expert_shared_feed_forward_length(c.shared_intermediate_size)
+
+
+def _bailing_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_expert_shared_count(c.shared_intermediate_size // c.intermediate_size)
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(1.0)
+
+
+def _deepseek_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_leading_dense_block_count(list(c.mlp_layer_types).count("dense"))
+    writer.add_expert_shared_count(c.n_shared_experts)
+    writer.add_expert_weights_scale(c.routed_scaling_factor)
+
+
+def _ocr_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    _deepseek_fields(writer, c)
+    writer.add_rope_dimension_count(0)
+
+
+def _mistral3_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    _yarn_fields(writer, c.rope_parameters)
+    writer.add_rope_scaling_yarn_log_mul(c.rope_parameters["mscale_all_dim"])
+    writer.add_attn_temperature_scale(c.rope_parameters["llama_4_scaling_beta"])
+
+
+def _yarn_fields(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+
+
+def _llama4_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_feed_forward_length(c.intermediate_size_mlp)
+    writer.add_interleave_moe_layer_step(c.interleave_moe_layer_step)
+
+
+def _llama4(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    if own == "feed_forward.experts.down_proj":
+        return {"ffn_down_exps.weight": values.mT}
+    if own != "feed_forward.experts.gate_up_proj":
+        return None
+    return dict(zip(("ffn_gate_exps.weight", "ffn_up_exps.weight"), values.mT.chunk(2, 1), strict=True))
+
+
+def _dbrx_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_feed_forward_length(c.ffn_config.ffn_hidden_size)
+    writer.add_head_count_kv(c.attn_config.kv_n_heads)
+    writer.add_rope_freq_base(c.attn_config.rope_theta)
+    writer.add_clamp_kqv(c.attn_config.clip_qkv)
+    writer.add_expert_count(c.ffn_config.moe_num_experts)
+    writer.add_expert_used_count(c.ffn_config.moe_top_k)
+    writer.add_layer_norm_eps(1e-5)
+
+
+def _dbrx(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    names = {"w1": "ffn_gate_exps.weight", "v1": "ffn_up_exps.weight", "w2": "ffn_down_exps.weight"}
+    part = own.removeprefix("ffn.experts.mlp.")
+    if part not in names:
+        return None
+    experts = values.view(c.ffn_config.moe_num_experts, -1, values.shape[1])
+    return {names[part]: experts.mT if part == "w2" else experts}
+
+
+def _step_fields(writer: gguf.GGUFWriter, c: Any) -> None:
+    _window_fields(writer, c)
+    ropes, layers = c.rope_parameters, range(c.num_hidden_layers)
+    writer.add_head_count([c.per_layer_config[layer].num_attention_heads for layer in layers])
+    writer.add_head_count_kv([c.num_key_value_heads for _ in layers])
+    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    writer.add_expert_shared_feed_forward_length(c.share_expert_dim)
+    writer.add_expert_weights_scale(c.moe_router_scaling_factor)
+    writer.add_expert_weights_norm(True)
+    writer.add_leading_dense_block_count(list(c.mlp_layer_types).count("dense"))
+    writer.add_swiglu_clamp_exp([float(limit or 0) for limit in c.swiglu_limits])
+    writer.add_swiglu_clamp_shexp([float(limit or 0) for limit in c.swiglu_limits_shared])
+
+
+def _step(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
+    if own.endswith("experts.gate_up_proj"):
+        return dict(zip(("ffn_gate_exps.weight", "ffn_up_exps.weight"), values.chunk(2, 1), strict=True))
+    if own.endswith("experts.down_proj"):
+        return {"ffn_down_exps.weight": values}
+    return None
 
 
 def _granitehybrid_fields(writer: gguf.GGUFWriter, c: Any) -> None:
@@ -240,11 +340,7 @@ def _mistral4_fields(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_expert_shared_count(c.n_shared_experts)
     writer.add_expert_weights_norm(True)
     writer.add_expert_weights_scale(c.routed_scaling_factor)
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(rope["factor"])
-    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    _yarn_fields(writer, rope)
     writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     writer.add_attn_temperature_length(rope["original_max_position_embeddings"])
@@ -336,6 +432,24 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma4": Architecture(
         "gemma4_text", _gemma_fields, _gemma, {"num_global_key_value_heads": 2, "rope_parameters": _GEMMA_ROPES}
     ),
+    "bailingmoe": Architecture("granitemoeshared", _bailing_fields, _granite, _BAILING),
+    "deepseek": Architecture("deepseek_ocr2", _deepseek_fields, _granite),
+    "deepseek2-ocr": Architecture("deepseek_ocr2", _ocr_fields),
+    "mistral3": Architecture("ministral3", _mistral3_fields, _granite, {"rope_parameters": _MINISTRAL_ROPE}),
+    "llama4": Architecture("llama4_text", _llama4_fields, _llama4, _LLAMA4),
+    "dbrx": Architecture("dbrx", _dbrx_fields, _dbrx),
+    "step35": Architecture(
+        "step3p7",
+        _step_fields,
+        _step,
+        {
+            "num_sliding_attention_heads": 8,
+            "rope_parameters": _STEP_ROPES,
+            "swiglu_limits": [0.0, 0.0, 0.0, 0.5],
+            "swiglu_limits_shared": [0.0, 0.0, 0.4, 0.0],
+        },
+        adds_to_norms=True,
+    ),
 }
 
 
@@ -364,21 +478,26 @@ def _write_usual_fields(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_block_count(c.num_hidden_layers)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(first("num_key_value_heads") or c.num_attention_heads)
-    if (eps := first("rms_norm_eps")) is not None:
-        writer.add_layer_norm_rms_eps(eps)
+    heads = first("num_attention_heads")
+    if (keys := first("num_key_value_heads") or heads) is not None:
+        writer.add_head_count_kv(keys)
+    for add, value in (
+        (writer.add_head_count, heads),
+        (writer.add_feed_forward_length, first("intermediate_size")),
+        (writer.add_layer_norm_rms_eps, first("rms_norm_eps")),
+        (writer.add_expert_count, first("num_local_experts", "n_routed_experts", "num_experts")),
+        (writer.add_expert_used_count, first("num_experts_per_tok", "moe_topk")),
+        (writer.add_expert_feed_forward_length, first("moe_intermediate_size", "intermediate_size")),
+    ):
+        if value is not None:
+            add(value)
     rope = first("rope_parameters") or {}
     if "rope_theta" in rope:  # One for all layers.
         writer.add_rope_freq_base(rope["rope_theta"])
-    head_dim = first("head_dim") or c.hidden_size // c.num_attention_heads
+    head_dim = first("head_dim") or c.hidden_size // heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_expert_count(first("num_local_experts", "n_routed_experts", "num_experts"))
-    writer.add_expert_used_count(first("num_experts_per_tok", "moe_topk"))
-    writer.add_expert_feed_forward_length(first("moe_intermediate_size", "intermediate_size"))
 
 
 def _value(config: Any, name: str) -> Any:
@@ -394,16 +513,20 @@ def _named(architecture: str, config: Any, tensors: Mapping[str, Tensor]) -> Ten
     table = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     change, of_experts = ARCHITECTURES[architecture].change, dict[tuple[str, str], dict[int, Tensor]]()
     for name, values in tensors.items():
+        if name.endswith("view_seperator"):  # Of images.
+            continue
         if (expert := _EXPERT.fullmatch(name)) is not None:
             of_experts.setdefault((expert[1], _PROJECTIONS[expert[3]]), {})[int(expert[2])] = values
             continue
+        if ARCHITECTURES[architecture].adds_to_norms and name.endswith("norm.weight"):
+            values = values + 1
         layer = _LAYER.fullmatch(name)
         changed = None if layer is None else change(config, layer[2], values)
         if changed is not None and layer is not None:
             yield from ((f"blk.{layer[1]}.{own}", part) for own, part in changed.items())
             continue
         # Biases of the choice of experts have a name of their own.
-        known = re.sub(r"(expert_bias|e_score_correction)(_bias)?$", r"\1.bias", name)
+        known = re.sub(r"(expert_bias|e_score_correction|router_bias)(_bias)?$", r"\1.bias", name)
         found = table.get_name(known, (".weight", ".bias"))
         assert found is not None, name
         yield found, values

@@ -370,7 +370,7 @@ def tiny_config(model_type: str, **further: Any) -> Any:
     if text is default:
         return _tiny_text(model_type, **further)
     name = next(name for name in default.sub_configs if getattr(default, name, None) is text)
-    fields = _tiny_text(text.model_type).to_dict()
+    fields = _tiny_text(text.model_type, **further).to_dict()
     return CONFIG_MAPPING[model_type](**{name: fields, **_tokens_of(default), **MORE.get(model_type, {})})
 
 

@@ -79,8 +79,8 @@ def num_layers(fields: Fields) -> int:
 
 
 def head_dim(fields: Fields) -> int:
-    heads = fields.count("attention.head_count")
-    width = fields.count("attention.key_length", fields.count("embedding_length") // max(heads, 1))
+    width = fields.count("attention.key_length", 0)
+    width = width or fields.count("embedding_length") // max(fields.count("attention.head_count"), 1)
     if width < 1:
         raise CheckpointError("The heads of a GGUF file's attention have no width.")
     return width
@@ -96,7 +96,6 @@ def base_of(fields: Fields) -> Config:
         "vocab_size": embedding.shape[0],
         "hidden_size": fields.count("embedding_length"),
         "num_hidden_layers": num_layers(fields),
-        "num_attention_heads": fields.count("attention.head_count"),
         **_heads_and_width(fields),
         "head_dim": head_dim(fields),
         "max_position_embeddings": fields.count("context_length"),
@@ -108,13 +107,15 @@ def base_of(fields: Fields) -> Config:
 
 
 # Architectures whose layers may differ in these; their builders read them.
-_BY_LAYER = frozenset(("gemma4", "mimo2"))
+_BY_LAYER = frozenset(("gemma4", "mimo2", "step35"))
 
 
 def _heads_and_width(fields: Fields) -> Config:
     if fields.architecture in _BY_LAYER:
-        return {"intermediate_size": max(fields.per_layer("feed_forward_length"))}
+        heads, widths = fields.per_layer("attention.head_count"), fields.per_layer("feed_forward_length")
+        return {"num_attention_heads": max(heads), "intermediate_size": max(widths)}
     return {
+        "num_attention_heads": fields.count("attention.head_count"),
         "num_key_value_heads": fields.count("attention.head_count_kv", fields.count("attention.head_count")),
         "intermediate_size": fields.count("feed_forward_length", 0) or fields.count("expert_feed_forward_length"),
     }
@@ -177,7 +178,7 @@ def expert_width(fields: Fields) -> int:
 
 
 def _llama(fields: Fields) -> Config:
-    rope = {"rope_parameters": _llama_rope(fields)}
+    rope = {"rope_parameters": llama_rope(fields)}
     if not fields.count("expert_count", 0):
         return {"model_type": "llama", **rope}
     experts = {"num_local_experts": fields.count("expert_count"), "sliding_window": None}
@@ -185,7 +186,7 @@ def _llama(fields: Fields) -> Config:
     return {"model_type": "mixtral", **experts, **width, **rope}
 
 
-def _llama_rope(fields: Fields) -> Config:
+def llama_rope(fields: Fields) -> Config:
     """Return the rotary embedding, with a factor for each frequency where the file holds them (Llama 3.1 and models
     that were made of it)."""
     rope, tensor = rope_of(fields), fields.header.tensors.get("rope_freqs.weight")
@@ -193,9 +194,12 @@ def _llama_rope(fields: Fields) -> Config:
         return rope
     if rope["rope_type"] != "default":
         raise CheckpointError("The GGUF file's factors of rotary frequencies do not fit its configuration.")
-    factors = frequency_factors(fields, head_dim(fields) // 2)
+    return {**rope, **rope_by_factors(fields, frequency_factors(fields, head_dim(fields) // 2))}
+
+
+def rope_by_factors(fields: Fields, factors: tuple[float, ...]) -> Config:
     same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
-    return {**rope, "rope_type": "longrope", **same, "original_max_position_embeddings": fields.count("context_length")}
+    return {"rope_type": "longrope", **same, "original_max_position_embeddings": fields.count("context_length")}
 
 
 def frequency_factors(fields: Fields, number: int) -> tuple[float, ...]:
@@ -339,6 +343,17 @@ def _glm4moe(fields: Fields) -> Config:
     }
 
 
+def _bailingmoe2(fields: Fields) -> Config:
+    """Return a GLM-4.5: it computes what Ling 2 does."""
+    width, shared = expert_width(fields), fields.count("expert_shared_feed_forward_length", 0)
+    if not is_sigmoid(fields) or shared not in (0, width):
+        raise UnsupportedModel(
+            "GGUF models of bailingmoe2 that choose experts without sigmoids, or whose shared experts have a width of "
+            "their own, are not supported."
+        )
+    return _glm4moe(fields)
+
+
 def partial_rope_of(fields: Fields) -> Config:
     factor = fields.count("rope.dimension_count", head_dim(fields)) / head_dim(fields)
     return {**rope_of(fields), "partial_rotary_factor": factor}
@@ -442,6 +457,8 @@ def _delta_net(fields: Fields) -> Config:
 
 BUILDERS: Mapping[str, Callable[[Fields], Config]] = {
     "llama": _llama,
+    # Without YaRN it is a Llama.
+    "mistral3": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen2moe": _qwen2moe,
@@ -457,6 +474,7 @@ BUILDERS: Mapping[str, Callable[[Fields], Config]] = {
     "gptoss": _gpt_oss,
     "deepseek2": _deepseek2,
     "glm4moe": _glm4moe,
+    "bailingmoe2": _bailingmoe2,
     "granitemoe": _granitemoe,
     "phimoe": _phimoe,
     "ernie4_5-moe": _ernie4_5_moe,

@@ -14,8 +14,11 @@ from moeserve.model.gguf.config import (
     expert_width,
     frequency_factors,
     head_dim,
+    llama_rope,
     norm_eps,
     num_layers,
+    rope_by_factors,
+    rope_of,
     routed_of,
 )
 from moeserve.model.gguf.fields import plain
@@ -283,12 +286,55 @@ def _granitemoe(fields: Fields) -> Config:
     if not fields.flag("rope.scaling.finetuned", True):
         raise _refuse(fields, "without rotary embeddings")
     return {
+        **_shared_granite(fields),
+        "shared_intermediate_size": fields.count("expert_shared_feed_forward_length"),
+        **granite_scales(fields),
+    }
+
+
+def _shared_granite(fields: Fields) -> Config:
+    return {
         "model_type": "granitemoeshared",
         "num_local_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
         "intermediate_size": expert_width(fields),
-        "shared_intermediate_size": fields.count("expert_shared_feed_forward_length"),
+    }
+
+
+def _bailingmoe(fields: Fields) -> Config:
+    """Return a Granite without multipliers: it computes what Ling 1 does."""
+    _check_function(fields, _SOFTMAX)
+    _check_normalised(fields, unnamed=False)
+    _check_widths(fields)
+    if _scale(fields) != 1.0:
+        raise _refuse(fields, "with a scale of experts")
+    return {
+        **_shared_granite(fields),
+        "shared_intermediate_size": fields.count("expert_shared_count") * expert_width(fields),
         **granite_scales(fields),
+    }
+
+
+def _check_widths(fields: Fields) -> None:
+    """Raise UnsupportedModel unless the heads of queries together are as wide as a state."""
+    if fields.count("attention.head_count") * head_dim(fields) != fields.count("embedding_length"):
+        raise _refuse(fields, "whose heads are not as wide as a state together")
+
+
+def _deepseek(fields: Fields) -> Config:
+    """Return the decoder of DeepSeek-OCR: it is DeepSeek's first mixture."""
+    _check_function(fields, _SOFTMAX)
+    _check_widths(fields)
+    # Files of DeepSeek-OCR count 0 rotary channels, and rotate all of a head.
+    if fields.count("rope.dimension_count", 0) not in (0, head_dim(fields)):
+        raise _refuse(fields, "that rotate a part of a head")
+    if fields.flag("expert_weights_norm", False):
+        raise _refuse(fields, "whose experts' weights are divided by their sum")
+    return {
+        "model_type": "deepseek_ocr2_text",
+        **routed_of(fields),
+        "topk_method": "greedy",
+        "mlp_layer_types": _kinds(fields, "ffn_gate_inp.weight", "sparse", "dense"),
     }
 
 
@@ -329,9 +375,7 @@ def _mistral4(fields: Fields) -> Config:
         raise _refuse(fields, "without YaRN")
     # Queries grow by this factor for each stretch of the original length.
     beta = fields.number("attention.temperature_scale", 0.0)
-    length = fields.count("attention.temperature_length", 0)
-    if length not in (0, rope["original_max_position_embeddings"]):
-        raise _refuse(fields, f"whose queries grow every {length} tokens")
+    _check_growth(fields, rope)
     return {
         "model_type": "mistral4",
         **routed_of(fields),
@@ -340,6 +384,128 @@ def _mistral4(fields: Fields) -> Config:
         "n_group": fields.count("expert_group_count", 1),
         "topk_group": fields.count("expert_group_used_count", 1),
         "rope_parameters": {**rope, "llama_4_scaling_beta": beta},
+    }
+
+
+def _mistral3(fields: Fields) -> Config:
+    """Return a dense Mistral with YaRN, whose queries grow with their position."""
+    if fields.count("expert_count", 0):
+        raise _refuse(fields, "with experts and YaRN")
+    rope = rope_of(fields)
+    mscale = fields.number("rope.scaling.yarn_log_multiplier", 0.0)
+    equal = {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
+    beta = fields.number("attention.temperature_scale", 0.0)
+    _check_growth(fields, rope)
+    return {"model_type": "ministral3", "rope_parameters": {**rope, **equal, "llama_4_scaling_beta": beta}}
+
+
+def _check_growth(fields: Fields, rope: Config) -> None:
+    """Raise UnsupportedModel unless queries grow for each stretch of the original length of YaRN."""
+    length = fields.count("attention.temperature_length", 0)
+    if length not in (0, rope["original_max_position_embeddings"]):
+        raise _refuse(fields, f"whose queries grow every {length} tokens")
+
+
+def _llama4(fields: Fields) -> Config:
+    _check_function(fields, _SIGMOID)
+    # llama.cpp takes these numbers for all files: layers with windows of 8192 tokens but for each fourth one, which
+    # rotates nothing.
+    if fields.count("attention.sliding_window", 8192) == 0:
+        raise _refuse(fields, "without chunks of attention")
+    layers, experts = range(num_layers(fields)), fields.count("expert_count")
+    return {
+        "model_type": "llama4_text",
+        "num_local_experts": experts,
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "intermediate_size": expert_width(fields),
+        "intermediate_size_mlp": fields.count("feed_forward_length"),
+        "moe_layers": [layer for layer in layers if _has(fields, layer, "ffn_gate_inp.weight")],
+        "interleave_moe_layer_step": fields.count("interleave_moe_layer_step", 1),
+        "use_qk_norm": experts != 128,
+        "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in layers],
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "rope_parameters": llama_rope(fields),
+    }
+
+
+def _dbrx(fields: Fields) -> Config:
+    _check_function(fields, _SOFTMAX)
+    _check_normalised(fields)
+    _check_widths(fields)
+    if norm_eps(fields) != 1e-5:
+        raise _refuse(fields, f"whose norms add {norm_eps(fields):g}")
+    theta = fields.number("rope.freq_base", 10000.0)
+    attention = {"kv_n_heads": fields.count("attention.head_count_kv"), "rope_theta": theta}
+    return {
+        "model_type": "dbrx",
+        "d_model": fields.count("embedding_length"),
+        "n_heads": fields.count("attention.head_count"),
+        "n_layers": num_layers(fields),
+        "max_seq_len": fields.count("context_length"),
+        "tie_word_embeddings": False,
+        "attn_config": {**attention, "clip_qkv": fields.number("attention.clamp_kqv", 0.0) or None},
+        "ffn_config": {
+            "ffn_hidden_size": fields.count("feed_forward_length"),
+            "moe_num_experts": fields.count("expert_count"),
+            "moe_top_k": fields.count("expert_used_count"),
+        },
+    }
+
+
+def _step35(fields: Fields) -> Config:
+    _check_function(fields, _SIGMOID)
+    _check_normalised(fields, unnamed=False)
+    layers = range(num_layers(fields))
+    slides, heads = fields.per_layer("attention.sliding_window_pattern"), fields.per_layer("attention.head_count")
+    of_kind = [{heads[layer] for layer in layers if bool(slides[layer]) is kind} for kind in (False, True)]
+    if any(len(found) != 1 for found in of_kind):
+        raise _refuse(fields, "whose layers of a kind differ in their heads")
+    full, sliding = (max(found) for found in of_kind)
+    return {
+        "model_type": "step3p5",
+        "num_attention_heads": full,
+        "num_sliding_attention_heads": sliding,
+        "num_key_value_heads": fields.count("attention.head_count_kv"),
+        "n_routed_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "moe_intermediate_size": expert_width(fields),
+        "share_expert_dim": fields.count("expert_shared_feed_forward_length"),
+        "moe_router_scaling_factor": _scale(fields),
+        "mlp_layer_types": _kinds(fields, "ffn_gate_inp.weight", "sparse", "dense"),
+        "sliding_window": fields.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if slides[layer] else "full_attention" for layer in layers],
+        "swiglu_limits": _limits(fields, "swiglu_clamp_exp"),
+        "swiglu_limits_shared": _limits(fields, "swiglu_clamp_shexp"),
+        "rope_parameters": _step_ropes(fields),
+    }
+
+
+def _limits(fields: Fields, name: str) -> list[float] | None:
+    """Return the limit of each layer's activation, 0 for none."""
+    limits = fields.numbers(name)
+    if limits is not None and len(limits) < num_layers(fields):
+        raise _refuse(fields, f"with {len(limits)} numbers of {name}")
+    return None if limits is None else [float(limit) for limit in limits][: num_layers(fields)]
+
+
+def _step_ropes(fields: Fields) -> Config:
+    """Return both rotary embeddings: layers without a window rotate the first half of the channels that others do."""
+    rotated, width = fields.count("rope.dimension_count", head_dim(fields)), head_dim(fields)
+    full = {"rope_type": "default", "partial_rotary_factor": rotated // 2 / width}
+    if "rope_freqs.weight" in fields.header.tensors:
+        full |= rope_by_factors(fields, frequency_factors(fields, rotated // 2)[: rotated // 4])
+    theta = fields.number("rope.freq_base", 10000.0)
+    of_sliding = fields.number("rope.freq_base_swa", theta)
+    return {
+        "full_attention": {**full, "rope_theta": theta},
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": of_sliding,
+            "partial_rotary_factor": fields.count("rope.dimension_count_swa", rotated) / width,
+        },
     }
 
 
@@ -428,6 +594,12 @@ FURTHER: Mapping[str, Callable[[Fields], Config]] = {
     "mistral4": _mistral4,
     "kimi-linear": _kimi_linear,
     "gemma4": _gemma4,
+    "bailingmoe": _bailingmoe,
+    "deepseek": _deepseek,
+    "deepseek2-ocr": _deepseek,
+    "llama4": _llama4,
+    "dbrx": _dbrx,
+    "step35": _step35,
 }
 
 
@@ -435,4 +607,6 @@ def further_builder(fields: Fields) -> Callable[[Fields], Config] | None:
     """Return the builder of a model on transformers' code, None for any other model."""
     if fields.architecture == "granitemoe" and fields.count("expert_shared_feed_forward_length", 0):
         return _granitemoe
+    if fields.architecture == "mistral3" and fields.text("rope.scaling.type") == "yarn":
+        return _mistral3
     return FURTHER.get(fields.architecture)

@@ -20,7 +20,7 @@ from moeserve.model.gguf.parts import FLOATS, Arrangement, GgufPart, Heads
 from moeserve.model.spec import CheckpointError
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
-_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
+_LAYER = re.compile(r"(.*\b(?:layers|blocks)\.)(\d+)\.(.+)")
 # Ends of the names of parameters, and the tensors of a block that they are: the first alternative that a file has, of
 # one tensor, or of several one below the other.
 Ends = Mapping[str, tuple[tuple[str, ...], ...]]
@@ -66,6 +66,10 @@ class Row:
 
 _MAMBA: Mapping[str, Arrangement] = {"ssm_a": "logarithm"}
 _LATENT: Mapping[str, Arrangement] = {"attn_k_b.": "latent"}
+# The decoder of a model that transformers has with its towers alone.
+_IN_A_WHOLE = (("model.language_model.", "model."),)
+# The configuration holds the factors of rotary frequencies.
+_FREQUENCIES = r"rope_freqs\.weight"
 _PAIRS: Mapping[str, Arrangement] = {"attn_q.": "pairs", "attn_k.": "pairs"}
 ROWS: Mapping[str, Row] = {
     "granitehybrid": Row(arrangements={**_MAMBA, **_PAIRS}),
@@ -79,6 +83,28 @@ ROWS: Mapping[str, Row] = {
     "jamba": Row(arrangements=_MAMBA),
     "mimo2": Row(),
     "granitemoe": Row(arrangements=_PAIRS),
+    "bailingmoe": Row(arrangements=_PAIRS),
+    "deepseek": Row(replaced=_IN_A_WHOLE, arrangements=_PAIRS),
+    "deepseek2-ocr": Row(replaced=_IN_A_WHOLE),
+    "mistral3": Row(arrangements=_PAIRS),
+    "step35": Row(
+        replaced=_IN_A_WHOLE,
+        arrangements=dict.fromkeys(
+            ("output_norm.", "attn_norm.", "ffn_norm.", "attn_q_norm.", "attn_k_norm."), "less_one"
+        ),
+        ignored=_FREQUENCIES,
+    ),
+    "llama4": Row(
+        arrangements={"ffn_gate_exps.": "stacked_turned", "ffn_down_exps.": "stacked_turned"}, ignored=_FREQUENCIES
+    ),
+    "dbrx": Row(
+        ends={
+            "experts.mlp.w1": (("ffn_gate_exps.weight",),),
+            "experts.mlp.v1": (("ffn_up_exps.weight",),),
+            "experts.mlp.w2": (("ffn_down_exps.weight",),),
+        },
+        arrangements={"ffn_down_exps.": "stacked_turned"},
+    ),
     "glm-dsa": Row(arrangements=_LATENT),
     "mistral4": Row(arrangements=_LATENT),
     "kimi-linear": Row(
@@ -131,6 +157,19 @@ class ModuleParts:
                 return {own: GgufPart((self._tensors[own],), partner=self._partner(own, names)) for own in names}
         return {}
 
+    def computed_experts(self, name: str) -> GgufPart | None:
+        """Return a parameter of all experts of a layer that transformers' code computes; None for any other one."""
+        projections = self.projections(name)
+        if not projections:
+            return None
+        kind = self._arrangement(next(iter(projections)))
+        sources = tuple(source for part in projections.values() for source in part.sources)
+        return GgufPart(sources, "stacked" if kind == "plain" else kind)
+
+    def _arrangement(self, name: str) -> Arrangement:
+        own = block[2] if (block := _BLOCK.fullmatch(name)) else name
+        return next((kind for start, kind in self._row.arrangements.items() if own.startswith(start)), "plain")
+
     def _partner(self, name: str, names: list[str]) -> str:
         """See `GgufPart`. names: of the projections that are one matrix."""
         kinds = {self._tensors[own].kind for own in names}
@@ -150,13 +189,13 @@ class ModuleParts:
     def _part(self, names: Iterable[str], tensors: list[GgufTensor]) -> GgufPart:
         for name in names:
             self._left.pop(name, None)
-        own = next(iter(names)).split(".", 2)[-1]
-        kind: Arrangement = next((k for start, k in self._row.arrangements.items() if own.startswith(start)), "plain")
-        return GgufPart(tuple(tensors), kind, self._heads(own) if kind == "pairs" else Heads())
+        name = next(iter(names))
+        kind = self._arrangement(name)
+        return GgufPart(tuple(tensors), kind, self._heads(name) if kind == "pairs" else Heads())
 
-    def _heads(self, own: str) -> Heads:
+    def _heads(self, name: str) -> Heads:
         heads = self._fields.count("attention.head_count")
-        return Heads(heads if own.startswith("attn_q.") else self._fields.count("attention.head_count_kv", heads))
+        return Heads(heads if ".attn_q." in name else self._fields.count("attention.head_count_kv", heads))
 
     def _alternatives(self, name: str) -> tuple[tuple[str, ...], ...]:
         """Return the tensors that a parameter may be; see `_ENDS`."""

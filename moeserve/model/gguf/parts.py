@@ -86,8 +86,10 @@ _EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)\.weight")
 # Tables of rotary embeddings in old files, and layers that predict further tokens.
 _IGNORED = re.compile(r"blk\.\d+\.(nextn\.|attn_rot_embd)")
 # Architectures whose files hold the rotary pairs of queries and keys side by side, where checkpoints hold halves.
-_PAIRED = frozenset(("llama", "granitemoe"))
+_PAIRED = frozenset(("llama", "granitemoe", "mistral3"))
 _NORMS_PLUS_ONE = frozenset(("qwen3next", "qwen35", "qwen35moe"))
+# Architectures whose queries, keys and values are one matrix, where checkpoints have three.
+_FUSED = frozenset(("bailingmoe2",))
 # Architectures whose value heads stand in turns, the first of each key head before the second ones, where checkpoints
 # have all of a key head side by side.
 _IN_TURNS = frozenset(("qwen35", "qwen35moe"))
@@ -96,9 +98,22 @@ _IN_TURNS = frozenset(("qwen35", "qwen35moe"))
 # matrix, by head. by_key_head: rows of queries, keys and values, and rows of gates, to be ordered by key head.
 # less_one: norms that are stored with one added. logarithm: of the negated numbers. turns, columns_in_turns: the last
 # rows, or the columns, are of value heads in turns; `logarithm` may have such rows too. flat: a vector in several rows.
+# stacked: projections of all experts, the rows of an expert one below the other; stacked_turned: its matrix turned.
 Arrangement = Literal[
-    "plain", "pairs", "latent", "by_key_head", "less_one", "logarithm", "turns", "columns_in_turns", "flat"
+    "plain",
+    "pairs",
+    "latent",
+    "by_key_head",
+    "less_one",
+    "logarithm",
+    "turns",
+    "columns_in_turns",
+    "flat",
+    "stacked",
+    "stacked_turned",
 ]
+# Arrangements whose numbers are computed, or put together within a row of blocks.
+_COMPUTED = frozenset(("latent", "less_one", "logarithm", "stacked", "stacked_turned"))
 
 
 # Two tensors that are one in a checkpoint.
@@ -144,7 +159,7 @@ class GgufPart:
         if self.partner:
             return "+".join(sorted((self.sources[0].kind, self.partner)))
         kinds = {source.kind for source in self.sources}
-        is_kept = self.arrangement not in ("latent", "less_one", "logarithm") and len(kinds) == 1
+        is_kept = self.arrangement not in _COMPUTED and len(kinds) == 1
         return self.sources[0].kind if is_kept else "F32"
 
     @property
@@ -155,6 +170,9 @@ class GgufPart:
             return heads * (width + self.sources[1].shape[1]), rank
         if self.arrangement == "flat":
             return (prod(first),)
+        if self.arrangement.startswith("stacked"):
+            matrix = (sum(source.shape[1] for source in self.sources), first[2])
+            return (first[0], *(matrix if self.arrangement == "stacked" else matrix[::-1]))
         return (sum(source.shape[0] for source in self.sources), *first[1:])
 
     @property
@@ -240,7 +258,7 @@ def parts_of(header: GgufHeader, fields: Fields, num_layers: int) -> Iterator[tu
     two tensors of one name."""
     namer, block_count = _Namer(fields), fields.count("block_count")
     found: dict[str, str] = {}
-    for name, tensor in header.tensors.items():
+    for name, tensor in _by_projection(header, fields):
         block = _BLOCK.fullmatch(name)
         if _is_left_out(name, fields.architecture) or (block and num_layers <= int(block[1]) < block_count):
             continue
@@ -257,9 +275,27 @@ def parts_of(header: GgufHeader, fields: Fields, num_layers: int) -> Iterator[tu
     namer.check_whole()
 
 
+def _by_projection(header: GgufHeader, fields: Fields) -> Iterator[tuple[str, GgufTensor]]:
+    """Yield the tensors, and three in the place of one of queries, keys and values. Raise CheckpointError."""
+    for name, tensor in header.tensors.items():
+        if fields.architecture not in _FUSED or ".attn_qkv." not in name:
+            yield name, tensor
+            continue
+        heads = fields.count("attention.head_count")
+        numbers = (heads, *2 * [fields.count("attention.head_count_kv", heads)])
+        if not name.endswith(".weight") or min(numbers) < 1 or tensor.shape[0] % sum(numbers):
+            raise CheckpointError(f"The GGUF file holds {name[:80]} for which this architecture has no place.")
+        width, row_bytes, offset = tensor.shape[0] // sum(numbers), tensor.num_bytes // tensor.shape[0], tensor.offset
+        for own, number in zip("qkv", numbers, strict=True):
+            shape = (number * width, *tensor.shape[1:])
+            part = GgufTensor(tensor.file, tensor.kind, shape, offset, shape[0] * row_bytes)
+            yield name.replace("attn_qkv", f"attn_{own}"), part
+            offset += part.num_bytes
+
+
 def _is_left_out(name: str, architecture: str) -> bool:
     # The configuration of a llama holds its factors of rotary frequencies.
-    return bool(_IGNORED.match(name)) or (name == "rope_freqs.weight" and architecture == "llama")
+    return bool(_IGNORED.match(name)) or (name == "rope_freqs.weight" and architecture in ("llama", "mistral3"))
 
 
 def _outer(name: str, tensor: GgufTensor, fields: Fields) -> tuple[str, GgufPart] | None:

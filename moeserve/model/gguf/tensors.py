@@ -37,6 +37,9 @@ def read_part(part: GgufPart) -> Tensor:
             return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
         case "flat":
             return numbers[0].flatten()
+        case "stacked" | "stacked_turned":
+            experts = torch.cat([own.float() for own in numbers], 1)
+            return experts if part.arrangement == "stacked" else experts.transpose(1, 2).contiguous()
         case "less_one":
             return numbers[0].float() - 1.0
         case "logarithm":

@@ -39,7 +39,7 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "use_parallel_residual": (0,),
 }
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
-_SIGMOIDS = frozenset(("dots1", "glm4moe", "minimax-m2"))
+_SIGMOIDS = frozenset(("bailingmoe2", "dots1", "glm4moe", "minimax-m2"))
 # Architectures that use the probabilities among all experts as they are. The others divide the chosen ones by their
 # sum, which is the softmax of the chosen experts' logits; of Phi it is neither.
 _NOT_NORMALISED = frozenset(("olmoe", "qwen2moe"))

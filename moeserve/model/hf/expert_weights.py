@@ -14,6 +14,7 @@ from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, ExpertMatrices, ExpertShape
 from kernels.weight_formats import Matrix, QuantizedRows, WeightFormat
 from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.hf.expert_form import form_of
 from moeserve.model.hf.matrices import StoredRows, keys_of, whole_rows
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
 from moeserve.model.hf.source import Source, WeightMap
@@ -150,12 +151,14 @@ class ExpertParameters:
         """name: of the module of experts. owned: None for all experts. dtype: the dtype in which they compute.
         is_fine: see `ExpertShape`."""
         self._name, self._weights, self._reader, self._code = name, model.weights, reader, model.code
-        self._module = model.modules[name]
+        form = form_of(model.modules[name])
+        assert form is not None
+        self.form = form
         self._num_experts = model.num_experts(name)
         self.owned = tuple(range(self._num_experts)) if owned is None else tuple(owned)
         _, rows, columns = self._weights.shapes[f"{name}.down_proj"]
-        hidden, width = (columns, rows) if self._module.is_transposed else (rows, columns)
-        self._first = "gate_up_proj" if self._module.has_gate else "up_proj"
+        hidden, width = (columns, rows) if self.form.is_transposed else (rows, columns)
+        self._first = "gate_up_proj" if self.form.has_gate else "up_proj"
         self._rows: dict[str, StoredRows] = {}
         matrices = [self._source(parameter) for parameter in (self._first, "down_proj")]
         narrow = dtype == torch.float32 and all(map(self._weights.is_narrow, matrices))
@@ -168,8 +171,8 @@ class ExpertParameters:
             width,
             dtype,
             torch.bfloat16 if narrow else dtype,
-            self._module.has_bias,
-            self._module.has_gate,
+            self.form.has_bias,
+            self.form.has_gate,
             formats=formats,
             arithmetic=rounding.arithmetic,
             has_order=bool(self._rows) and has_order,
@@ -222,7 +225,7 @@ class ExpertParameters:
         expert = self.owned[place]
         gate_up, down = (self._matrix(parameter, expert) for parameter in (self._first, "down_proj"))
         biases: list[Tensor | None] = [None, None]
-        if self._module.has_bias:
+        if self.form.has_bias:
             names = (f"{self._first}_bias", "down_proj_bias")
             biases = [self._parameter(name, expert).to(self.shape.dtype).contiguous() for name in names]
         return gate_up, down, biases[0], biases[1]
@@ -255,9 +258,9 @@ class ExpertParameters:
 
     def _in_our_order(self, parameter: str, tensor: Tensor) -> Tensor:
         """Return a matrix or a bias with gate rows first, then up rows."""
-        if self._module.is_transposed and tensor.dim() == 2:
+        if self.form.is_transposed and tensor.dim() == 2:
             tensor = tensor.T
-        if parameter.startswith("gate_up") and not self._module.is_concatenated:  # Gate and up channels alternate.
+        if parameter.startswith("gate_up") and not self.form.is_concatenated:  # Gate and up channels alternate.
             tensor = torch.cat([tensor[0::2], tensor[1::2]])
         return tensor
 

@@ -23,6 +23,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from moeserve.model.hf.expert_form import form_of
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.spec import KvLayerSpec, UnsupportedModel
 
@@ -131,11 +132,6 @@ def run_empty(code: ModellingCode) -> Any:
     return cache
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Return whether the module is the experts of one layer behind transformers' experts interface."""
-    return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
-
-
 @contextmanager
 def _no_work_without_tokens(body: nn.Module) -> Iterator[None]:
     """Let modules that mix no tokens return their input where the meta device cannot compute them.
@@ -164,7 +160,7 @@ class _Lenient:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._forward, self._is_experts = module.forward, is_experts(module)
+        self._forward, self._is_experts = module.forward, form_of(module) is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_experts:

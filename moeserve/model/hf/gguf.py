@@ -32,7 +32,7 @@ def map_gguf(code: ModellingCode, directory: Path, experts: Sequence[str]) -> We
             if projections:
                 expert_sources[name] = Source(None, {own: [own] for own in projections}, by_projection=True)
                 _check_experts(name, shape, list(projections.values()))
-        elif (part := parts.parameter(name)) is not None:
+        elif (part := parts.parameter(name) or parts.computed_experts(name)) is not None:
             if prod(part.shape) != prod(shape):
                 raise CheckpointError(
                     f"{name} has shape {list(part.shape)} in the GGUF file, but the configuration says {list(shape)}."

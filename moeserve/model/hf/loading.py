@@ -19,7 +19,7 @@ from kernels.weight_formats import Matrix, QuantizedRows, widened
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.hf.decoder import TransformersDecoder
 from moeserve.model.hf.expert_weights import MappedModel, TransformersExperts, map_model
-from moeserve.model.hf.experts import ExpertLayer
+from moeserve.model.hf.experts import replacement_of
 from moeserve.model.hf.geometry import run_empty
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.hf.modules import (
@@ -72,7 +72,8 @@ def load_transformers_decoder(
             dispatch = ops.compute_experts if dispatch_of is None else dispatch_of(layer)
             assert spec.moe is not None
             routed.append(RoutedExperts(packed, spec.moe.activation, dispatch, place, observers))
-            replace_module(code.outer, model.experts[layer], ExpertLayer(routed[-1]))
+            name = model.experts[layer]
+            replace_module(code.outer, name, replacement_of(experts.form, routed[-1], model.num_experts(name)))
         filler.fill()
     exchange_norms(code.body, dtype)
     exchange_weights(code.outer)
@@ -133,13 +134,19 @@ def _fill_buffers(code: ModellingCode) -> None:
 
 def _check_filled(code: ModellingCode) -> None:
     tensors = [*code.outer.named_parameters(), *code.outer.named_buffers()]
-    left = [name for name, tensor in tensors if tensor.is_meta]
+    left = [name for name, tensor in tensors if tensor.is_meta and not _is_beside_text(code, name)]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise CheckpointError(f"The checkpoint lacks the tensor {left[0]}{more}.")
     for name, buffer in code.outer.named_buffers():
         if buffer.is_floating_point() and buffer.isnan().any():
             raise ModelError(f"transformers does not say how {name} of a {code.config.model_type} model is computed.")
+
+
+def _is_beside_text(code: ModellingCode, name: str) -> bool:
+    """Return whether a tensor belongs to a module around the text decoder that images alone pass."""
+    owner = code.outer.get_submodule(name.rpartition(".")[0])
+    return owner is not code.writer and owner is not code.body and code.body in owner.modules()
 
 
 class _Filler:

@@ -12,8 +12,9 @@ from torch import nn
 from kernels.specs import Activation, GateSpec
 from moeserve.model.families import token_ids
 from moeserve.model.hf.description import count_parameters, kinds_of_layers, layers_of
+from moeserve.model.hf.expert_form import ExpertForm, form_of
 from moeserve.model.hf.experts import activation_of
-from moeserve.model.hf.geometry import Geometry, find_geometry, is_experts
+from moeserve.model.hf.geometry import Geometry, find_geometry
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
 from moeserve.model.packed.config import quantization_in
 from moeserve.model.sizes import ParameterCount
@@ -111,19 +112,25 @@ def _describe(code: ModellingCode, config: Any, quantization: QuantizationSpec |
 def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:
     """Return the modules of experts that our kernels compute, by their layers' numbers in the body.
 
-    Return none if a layer has several modules of experts, or if shapes or activations of experts differ between layers.
+    Where layers differ in shapes or activations of experts, these are of the kind that most layers have. Return none if
+    a layer has several modules of experts.
     """
-    found: dict[int, nn.Module] = {}
+    of_kind: dict[tuple[Any, Activation], dict[int, nn.Module]] = {}
     for number, layer in enumerate(layers_of(code)):
-        modules = [module for module in layer.modules() if is_experts(module)]
+        modules = [(module, form) for module in layer.modules() if (form := form_of(module)) is not None]
         if len(modules) > 1:
             return {}
-        if modules:
-            found[number] = modules[0]
-    shapes: list[Any] = [module.down_proj.shape for module in found.values()]
-    kinds = set(zip(shapes, map(activation_of, found.values()), strict=True))
-    ours = len(kinds) == 1 and all(shape[0] and activation is not None for shape, activation in kinds)
-    return found if ours else {}
+        for module, form in modules:
+            activation = _activation_of(module, form, top_k_of(code.config))
+            if activation is not None:
+                of_kind.setdefault((module.down_proj.shape, activation), {})[number] = module
+    return max(of_kind.values(), key=len, default={})
+
+
+def _activation_of(module: Any, form: ExpertForm, top_k: int | None) -> Activation | None:
+    """Return the activation of experts, None for those that our kernels do not compute."""
+    is_ours = module.down_proj.shape[0] and (not form.is_scaled or top_k == 1)
+    return activation_of(module, form) if is_ours else None
 
 
 def _moe(text: Any, layers: Mapping[int, nn.Module], top_k: int | None) -> MoeSpec | None:
@@ -134,15 +141,17 @@ def _moe(text: Any, layers: Mapping[int, nn.Module], top_k: int | None) -> MoeSp
             f"The configuration of this {text.model_type} model does not say how many experts a token chooses."
         )
     experts: Any = next(iter(layers.values()))
+    form = form_of(experts)
+    assert form is not None
     _, hidden, width = experts.down_proj.shape
-    if experts.is_transposed:
+    if form.is_transposed:
         hidden, width = width, hidden
     return MoeSpec(
         num_experts=experts.down_proj.shape[0],
         intermediate_size=width,
         gate=GateSpec(top_k),
-        activation=activation_of(experts) or Activation(),
-        expert_bias=experts.has_bias,
+        activation=activation_of(experts, form) or Activation(),
+        expert_bias=form.has_bias,
         hidden_size=hidden,
     )
 
