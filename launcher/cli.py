@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from moeserve.config import VERSION, ConfigError
-from moeserve.engine.ranks.meeting import create_keys
+from moeserve.engine.curve import create_keys
 
 _REPORTED = ("torch", "triton", "deepspeed", "transformers", "pyzmq", "starlette", "uvicorn")
 

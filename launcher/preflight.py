@@ -14,8 +14,9 @@ from pathlib import Path
 
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
+from moeserve.engine.curve import load_keys
 from moeserve.engine.experts.settings import check_experts, plan_placement
-from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
+from moeserve.engine.ranks.meeting import is_own, resolve
 from moeserve.engine.ranks.settings import check_pipeline, check_tensor, layers_of_ranks
 from moeserve.frontend.keys import load_keys as load_api_keys
 from moeserve.frontend.limits import connections_within

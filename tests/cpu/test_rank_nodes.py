@@ -17,18 +17,9 @@ from structlog.testing import capture_logs
 
 from launcher.preflight import check_nodes
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.engine.curve import CurveKeys, create_keys, load_keys
 from moeserve.engine.ranks import transport
-from moeserve.engine.ranks.meeting import (
-    Meeting,
-    RankKeys,
-    create_keys,
-    interface_of,
-    is_own,
-    load_keys,
-    machine_id,
-    own_address_towards,
-    resolve,
-)
+from moeserve.engine.ranks.meeting import Meeting, interface_of, is_own, machine_id, own_address_towards, resolve
 from moeserve.engine.ranks.messages import Dismissed, Joined, RankError, Shutdown, Start, ToRank
 from moeserve.engine.ranks.transport import RankHub, RankLink
 
@@ -36,8 +27,8 @@ JOINED = Joined(1, os.getpid(), "other", "elsewhere", "software", "model")
 NUM_BEFORE = 32  # messages of a MiB, together more than the buffers of a connection take
 
 
-def make_keys() -> RankKeys:
-    return RankKeys(*zmq.curve_keypair())
+def make_keys() -> CurveKeys:
+    return CurveKeys(*zmq.curve_keypair())
 
 
 @pytest.fixture
@@ -47,12 +38,12 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(0)
 
 
-def first_of(keys: RankKeys | None) -> Meeting:
+def first_of(keys: CurveKeys | None) -> Meeting:
     tcp = "tcp://127.0.0.1:*"
     return Meeting(incarnation=3, results=tcp, steps=(tcp,), collectives=None, interface="lo", keys=keys)
 
 
-def other_of(hub: RankHub, keys: RankKeys | None) -> Meeting:
+def other_of(hub: RankHub, keys: CurveKeys | None) -> Meeting:
     results, steps = hub.addresses
     return Meeting(incarnation=3, results=results, steps=tuple(steps), collectives=None, interface="lo", keys=keys)
 
@@ -145,7 +136,7 @@ def test_a_rank_with_another_key_is_refused_and_that_is_logged(
 ) -> None:
     keys, wrong = make_keys(), make_keys()
 
-    class Thief(RankKeys):
+    class Thief(CurveKeys):
         """Knows rank 0's public key, but not the secret one."""
 
         def secure_client(self, socket: zmq.Socket[bytes]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from moeserve.engine.ranks.meeting import create_keys
+from moeserve.engine.curve import create_keys
 from tests.support.forking import popen
 from tests.support.service import (
     ROOT,

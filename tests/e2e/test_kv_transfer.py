@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.engine.ranks.meeting import create_keys
+from moeserve.engine.curve import create_keys
 from tests.support.kv_pair import (
     ASKS,
     Pair,

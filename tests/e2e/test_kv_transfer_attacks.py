@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
+from moeserve.engine.curve import create_keys
 from moeserve.engine.kv_transfer.messages import BLOCK, NONE, pack_number
-from moeserve.engine.ranks.meeting import create_keys
 from tests.support.kv_pair import (
     Pair,
     alone,
@@ -356,8 +356,8 @@ def test_a_rotated_key_leaves_prompts_to_be_computed(model: Path, tmp_path: Path
 def test_strangers_at_the_port_and_odd_requests_of_holders_of_the_key_hold_nobody_up(pair: Pair) -> None:
     import zmq
 
+    from moeserve.engine.curve import load_keys
     from moeserve.engine.kv_transfer.messages import FREE, GET
-    from moeserve.engine.ranks.meeting import load_keys
 
     body = completion(prompt_of(9))
     expected = bits(alone(pair.decodes, body))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeserve.engine.ranks.meeting import create_keys
+from moeserve.engine.curve import create_keys
 from tests.support.service import Service, service, settle, wait_until
 
 ASKS = {

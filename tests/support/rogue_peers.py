@@ -12,8 +12,8 @@ from typing import Any
 
 import zmq
 
+from moeserve.engine.curve import load_keys
 from moeserve.engine.kv_transfer.messages import GET
-from moeserve.engine.ranks.meeting import load_keys
 from moeserve.kv_transfer import TicketOffice
 
 Message = list[bytes]

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 
-from moeserve.engine.ranks.meeting import create_keys
+from moeserve.engine.curve import create_keys
 from tests.clients.environments import Client, cache_folder, ensure_environment
 from tests.support.service import Service, service, wait_until
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import zmq
 
+from moeserve.engine.curve import Gatekeeper, create_keys, load_keys
 from moeserve.engine.kv_disk.copier import BlockMemory
 from moeserve.engine.kv_transfer.fetcher import BlockFetcher, SilentServices
 from moeserve.engine.kv_transfer.messages import BLOCK, GET, NONE, pack_number
 from moeserve.engine.kv_transfer.server import BlockServer
-from moeserve.engine.ranks.meeting import Gatekeeper, create_keys, load_keys
 from moeserve.kv_transfer import KvTicket
 from moeserve.scheduling.arrivals import Result
 from moeserve.scheduling.kv_transfer import FetchJob

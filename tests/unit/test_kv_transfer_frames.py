@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import zmq
 
+from moeserve.engine.curve import Gatekeeper, create_keys, load_keys
 from moeserve.engine.kv_disk.copier import BlockBuffer
 from moeserve.engine.kv_transfer.fetcher import Fetch
 from moeserve.engine.kv_transfer.messages import FREE
 from moeserve.engine.kv_transfer.server import BlockServer
-from moeserve.engine.ranks.meeting import Gatekeeper, create_keys, load_keys
 from moeserve.kv_transfer import TRANSPORT, KvTicket
 from moeserve.scheduling.kv_transfer import FetchJob
 from radix_cache import BlockCopy

@@ -10,12 +10,12 @@ import structlog
 import zmq
 
 from moeserve.config import ConfigError, cache_root
+from moeserve.engine.curve import Gatekeeper, load_keys
 from moeserve.engine.fingerprint import fingerprint_of_kv
 from moeserve.engine.kv_disk.copier import as_block_memory
 from moeserve.engine.kv_transfer.fetcher import BlockFetcher
 from moeserve.engine.kv_transfer.server import BlockServer
 from moeserve.engine.rank import Rank
-from moeserve.engine.ranks.meeting import Gatekeeper, load_keys
 from moeserve.kv_transfer import TicketOffice, parse_kv_transfer
 from moeserve.run_context import RunContext
 from moeserve.scheduling.kv_transfer import KvFetches, KvOffers

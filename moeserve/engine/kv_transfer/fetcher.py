@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 import zmq
 
+from moeserve.engine.curve import CurveKeys
 from moeserve.engine.kv_disk.copier import BlockBuffer, BlockMemory, take_all
 from moeserve.engine.kv_transfer.messages import (
     BLOCK,
@@ -23,7 +24,6 @@ from moeserve.engine.kv_transfer.messages import (
     pack_number,
     read_number,
 )
-from moeserve.engine.ranks.meeting import RankKeys
 from moeserve.scheduling.arrivals import Result
 from moeserve.scheduling.kv_transfer import FetchJob
 
@@ -51,7 +51,7 @@ class BlockFetcher:
     reassigns them.
     """
 
-    def __init__(self, sockets: zmq.Context[Any], keys: RankKeys, memory: BlockMemory) -> None:
+    def __init__(self, sockets: zmq.Context[Any], keys: CurveKeys, memory: BlockMemory) -> None:
         self._sockets = sockets
         self._keys = keys
         self._memory = memory

@@ -14,6 +14,7 @@ import structlog
 import zmq
 
 from moeserve.config import ConfigError
+from moeserve.engine.curve import CurveKeys
 from moeserve.engine.kv_disk.copier import BlockBuffer, BlockMemory
 from moeserve.engine.kv_transfer.messages import (
     BLOCK,
@@ -26,7 +27,6 @@ from moeserve.engine.kv_transfer.messages import (
     pack_number,
     read_number,
 )
-from moeserve.engine.ranks.meeting import RankKeys
 from moeserve.forever import repeat
 
 log = structlog.get_logger(__name__)
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 class BlockServer(threading.Thread):
     """Answers requests for the blocks of tickets, on a ROUTER socket."""
 
-    def __init__(self, sockets: zmq.Context[Any], keys: RankKeys, address: str, memory: BlockMemory) -> None:
+    def __init__(self, sockets: zmq.Context[Any], keys: CurveKeys, address: str, memory: BlockMemory) -> None:
         """Bind `address`; port `*` takes a free one. Raise ConfigError if it cannot be had."""
         super().__init__(name="kv-server", daemon=True)
         self._buffer = BlockBuffer(memory)

@@ -14,16 +14,14 @@ import os
 import socket
 import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-import zmq
-import zmq.auth
 
-from moeserve.config import ConfigError
+from moeserve.engine.curve import CurveKeys, load_keys
 from moeserve.engine.ranks.messages import RankError
 from moeserve.run_context import RunContext
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 _STORE_KEY, _LOADING_KEY = "moeserve", "moeserve.loading"
 _SECONDS_TO_MEET = 300  # within which a rank must find rank 0
 _POLL_SECONDS = 0.1  # between two looks into the store
-_ZAP_DOMAIN = "moeserve"
 _SIOCGIFADDR = 0x8915
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -61,7 +58,7 @@ class Meeting:
     steps: tuple[str, ...]
     collectives: Path | None
     interface: str
-    keys: RankKeys | None = None
+    keys: CurveKeys | None = None
     loading: bool = False
 
     @property
@@ -158,77 +155,6 @@ def _store() -> Store:
 
     store: Store = next(rendezvous("env://", timeout=timedelta(seconds=_SECONDS_TO_MEET)))[0]
     return store
-
-
-@dataclass(frozen=True, slots=True)
-class RankKeys:
-    """A CURVE key pair, Z85 text of 40 bytes each."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Let only holders of this key connect to `socket`, which is not bound yet. Needs a running `Gatekeeper`."""
-        socket.zap_domain = _ZAP_DOMAIN.encode()
-        socket.curve_publickey = self.public
-        socket.curve_secretkey = self.secret
-        socket.curve_server = True
-
-    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Let `socket`, which is not connected yet, talk only to a holder of this key."""
-        socket.curve_publickey = self.public
-        socket.curve_secretkey = self.secret
-        socket.curve_serverkey = self.public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether a client with this public key may connect; `zmq.auth` calls this on a credentials provider."""
-        return key == self.public
-
-
-def create_keys(path: Path) -> None:
-    """Write a new key pair with mode 0600. Raise ConfigError if the file exists or cannot be written."""
-    public, secret = zmq.curve_keypair()
-    text = f'metadata\ncurve\n    public-key = "{public.decode()}"\n    secret-key = "{secret.decode()}"\n'
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists already and is left as it is.") from None
-    except OSError as error:
-        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from None
-    with open(descriptor, "w", encoding="ascii") as file:
-        file.write(text)
-
-
-def load_keys(path: Path, setting: str = "--curve-key-file") -> RankKeys:
-    """Read the file of `create_keys` that `setting` names.
-
-    Raise ConfigError if it holds no key pair or every user may read it.
-    """
-    advice = "make one with 'moeserve curve-key FILE' and copy it to every node"
-    try:
-        mode = path.stat().st_mode
-        public, secret = zmq.auth.load_certificate(path)
-    except (OSError, ValueError):
-        raise ConfigError(f"{setting} {path} cannot be read as a key: {advice}.") from None
-    if mode & 0o007:
-        raise ConfigError(f"{setting} {path} is open to every user of this machine: chmod 600 it.")
-    if secret is None or len(public) != 40 or len(secret) != 40:
-        raise ConfigError(f"{setting} {path} holds no key pair: {advice}.")
-    return RankKeys(public, secret)
-
-
-class Gatekeeper:
-    """Authenticates clients by their key for all CURVE servers of a ZeroMQ context, in a thread of its own."""
-
-    def __init__(self, context: zmq.Context[Any], keys: RankKeys) -> None:
-        from zmq.auth.thread import ThreadAuthenticator
-
-        self._authenticator = ThreadAuthenticator(context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, keys)
-
-    def close(self) -> None:
-        self._authenticator.stop()
 
 
 def machine_id() -> str:

@@ -23,7 +23,8 @@ from zmq.utils.monitor import parse_monitor_message
 from experts.errors import CollectiveError
 from experts.memory.residency import ExpertMemoryStats
 from moeserve.config import VERSION
-from moeserve.engine.ranks.meeting import Gatekeeper, Meeting, machine_id
+from moeserve.engine.curve import Gatekeeper
+from moeserve.engine.ranks.meeting import Meeting, machine_id
 from moeserve.engine.ranks.messages import Dismissed, FromRank, Joined, RankBeat, RankError, Shutdown, ToRank
 from moeserve.forever import repeat
 from moeserve.run_context import RunContext
