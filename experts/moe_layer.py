@@ -14,7 +14,8 @@ from kernels.cpu.experts import NativeExperts
 from kernels.cpu.layers import MoeParts
 from kernels.linear import Linear
 from kernels.moe_gate import native_choice
-from kernels.ops import Experts, GatedBlock, MoeNorms, NormWeights, OneExpert, Ops
+from kernels.ops import GatedBlock, MoeNorms, NormWeights, OneExpert, Ops
+from kernels.packed_experts import Experts
 from kernels.specs import GateSpec
 
 # How tokens reach their experts: (x [T, H], ids [T, k], weights [T, k], experts, activation) -> [T, H], a new tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from kernels.mamba import MambaHeads, mamba1_scan, mamba2_scan
 from kernels.moe import expert_layout, moe_experts
 from kernels.moe_gate import select_experts
 from kernels.norm import gated_norm, layer_norm, norm_of_gated, rms_norm, rms_norm_of_sum
-from kernels.packed_experts import ExpertMatrices, ExpertShape, PackedExperts
+from kernels.packed_experts import ExpertMatrices, Experts, ExpertShape, PackedExperts
 from kernels.rope_kv import apply_rotary, rotate_and_store, write_kv
 from kernels.sampling import Draw, sample
 from kernels.short_conv import short_conv
@@ -37,10 +37,14 @@ HeadLinear = Callable[[Tensor], Tensor]
 Table = Callable[[Tensor], Tensor]
 # x [T, H] -> [T, H], a dense gated feed-forward block.
 GatedBlock = Callable[[Tensor], Tensor]
-# Attention's information on a step's rows, made for one kind of device and read only by its operations.
-AttentionContext = Any
-# The packed experts of one layer, for the kernels of one kind of device.
-Experts = Any
+
+
+class AttentionContext(Protocol):
+    """Attention's information on a step's rows, for one device's operations: `PagedRows`, or `Sequences` on a GPU."""
+
+    @property
+    def slots(self) -> Tensor:
+        """[T] int64, the slots for the rows' keys and values, -1 for rows that pad the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +229,7 @@ class Ops(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """`AttentionContext` on a CPU. slots: [T] int64, the slots for the rows' keys and values."""
+    """`AttentionContext` on a CPU."""
 
     slots: Tensor
     plan: AttentionPlan
@@ -237,7 +241,6 @@ class CpuOps:
     device = torch.device("cpu")
     keeps_narrow = True
     wide_angles = False
-    compute_experts = staticmethod(moe_experts)
     sample = staticmethod(sample)
     sigmoid = staticmethod(sigmoid)
     softcap = staticmethod(softcap)
@@ -390,6 +393,7 @@ class CpuOps:
         sinks: Tensor | None = None,
         value_dim: int | None = None,
     ) -> Tensor:
+        assert isinstance(context, PagedRows)
         if values is not None:
             return paged_attention(q, keys, values, context.plan, scale=scale, window=window, sinks=sinks)
         out = paged_attention(q, keys, keys, context.plan, scale=scale, window=window, sinks=sinks)
@@ -400,6 +404,12 @@ class CpuOps:
     ) -> tuple[Tensor, Tensor]:
         assert num_valid is None
         return select_experts(logits, spec, correction_bias)
+
+    def compute_experts(
+        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: Experts, activation: Activation
+    ) -> Tensor:
+        assert isinstance(experts, PackedExperts)
+        return moe_experts(x, expert_ids, expert_weights, experts, activation)
 
 
 class _LinearPerHead:

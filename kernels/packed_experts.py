@@ -51,7 +51,13 @@ class ExpertShape:
         return (2 if self.is_gated else 1) * self.intermediate_size
 
 
-class PackedExperts(ABC, Sized):
+class Experts(Sized):
+    """The experts of one layer in the form of one device's kernels: `PackedExperts`, or `GpuExperts` on a GPU."""
+
+    __slots__ = ()
+
+
+class PackedExperts(Experts):
     """Some experts of one layer, numbered from 0; each may be absent."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ from kernels.cpu.attention_block import AttentionBlock
 from kernels.cpu.experts import NativeExperts
 from kernels.cpu.library import NativeKernels
 from kernels.moe_gate import NativeChoice
-from kernels.ops import MoeNorms, NormWeights, StepInputs
+from kernels.ops import MoeNorms, NormWeights, PagedRows, StepInputs
 from kernels.specs import Activation
 
 
@@ -123,11 +123,8 @@ class NativeLayers:
         num_rows = len(normed)
         num_last = num_rows if last_rows is None else len(last_rows)
         attention = self._layers[0].attention
-        rows = attention.rows_of(step.cos, step.sin, step.context.slots, step.context.plan)
-        windowed_rows = rows
-        if windowed is not step:
-            context = windowed.context
-            windowed_rows = attention.rows_of(windowed.cos, windowed.sin, context.slots, context.plan)
+        rows = _rows_of(attention, step)
+        windowed_rows = rows if windowed is step else _rows_of(attention, windowed)
         ids = torch.empty(((len(self._layers) - 1) * num_rows + num_last, self._top_k), dtype=torch.int64)
         missing = self._run(
             *self._addresses,
@@ -155,6 +152,12 @@ class NativeLayers:
             addresses = (c_void_p * len(records))(*map(addressof, records))
             self._pools = pools, (records, addresses), addressof(addresses)
         return self._pools[2]
+
+
+def _rows_of(attention: AttentionBlock, step: StepInputs) -> Structure:
+    context = step.context
+    assert isinstance(context, PagedRows)
+    return attention.rows_of(step.cos, step.sin, context.slots, context.plan)
 
 
 def _expert_records(block: MoeParts) -> tuple[Structure, Structure | None]:

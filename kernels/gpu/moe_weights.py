@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.gpu.moe_config import PACKED, MoeShape, WeightFormat, WeightStorage
 from kernels.gpu.packed_rows import PackedForm, pack_rows, packed_form
-from kernels.packed_experts import ExpertMatrices, ExpertShape
+from kernels.packed_experts import ExpertMatrices, Experts, ExpertShape
 from kernels.weight_formats import Matrix, QuantizedRows, widened
 
 _FP8 = torch.float8_e4m3fn
@@ -123,7 +123,7 @@ class StoredMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuExperts:
+class GpuExperts(Experts):
     """The experts of one layer on one device: gate_up [S, 2I, H], gate rows first, and down [S, H, I].
 
     Without a gate the first has I rows. expert_slot: [E] int32 on the device, the slot that holds each expert now, -1

@@ -24,8 +24,8 @@ from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.gpu.sampling import greedy, sample
 from kernels.linear import Linear, TorchLinear
 from kernels.norm import norm_of_gated_reference
-from kernels.ops import GatedBlock, HeadLinear, NormWeights, StepInputs, Table
-from kernels.packed_experts import ExpertMatrices, ExpertShape
+from kernels.ops import AttentionContext, GatedBlock, HeadLinear, NormWeights, StepInputs, Table
+from kernels.packed_experts import ExpertMatrices, Experts, ExpertShape
 from kernels.sampling import Draw
 from kernels.specs import GateSpec
 from kernels.transfer import to_device
@@ -192,13 +192,14 @@ class GpuOps:
         q: Tensor,
         keys: Tensor,
         values: Tensor | None,
-        context: Sequences,
+        context: AttentionContext,
         *,
         scale: float,
         window: int | None = None,
         sinks: Tensor | None = None,
         value_dim: int | None = None,
     ) -> Tensor:
+        assert isinstance(context, Sequences)
         values = keys[..., :value_dim] if values is None else values
         return paged_attention(
             q,
@@ -218,9 +219,10 @@ class GpuOps:
         return select_experts(logits, spec, correction_bias, num_valid=num_valid)
 
     def compute_experts(
-        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: GpuExperts, activation: Activation
+        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: Experts, activation: Activation
     ) -> Tensor:
         assert self._moe is not None
+        assert isinstance(experts, GpuExperts)
         return self._moe(x, expert_ids, expert_weights, experts, activation)
 
     def sigmoid(self, x: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from experts.prediction.prefetcher import PrefetchObserver
 from experts.routing.gates import FittedGatesError
 from experts.routing.tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
-from kernels.ops import Experts, Ops
+from kernels.ops import Ops
+from kernels.packed_experts import Experts
 from moeserve.config import ServeConfig
 from moeserve.device import current_gpu, step_budget
 from moeserve.engine.cpu_body import CpuBody

@@ -11,7 +11,8 @@ from torch import Tensor
 from experts.routing.tap import RoutingTap
 from kernels.cpu.library import native_kernels
 from kernels.moe import moe_experts_partial
-from kernels.ops import CpuOps, Experts, Ops
+from kernels.ops import CpuOps, Ops
+from kernels.packed_experts import Experts, PackedExperts
 from moeserve.config import ServeConfig
 from moeserve.device import step_budget
 from moeserve.engine.experts.memory import CpuResidentModel
@@ -70,6 +71,7 @@ class CpuBody:
         return reader.read(0)
 
     def install_expert(self, experts: Experts, slot: int, taken: Tensor) -> None:
+        assert isinstance(experts, PackedExperts)
         experts.replace(slot, taken)
 
     def record_loaded(self) -> None:

@@ -18,6 +18,7 @@ from kernels.gpu.device import multiprocessor_of
 from kernels.gpu.moe import TritonMoe
 from kernels.gpu.moe_weights import ExpertStorage, GpuExperts
 from kernels.gpu.ops import GpuOps
+from kernels.packed_experts import Experts
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import GRAPH_BYTES, StateDemand, available_bytes, step_budget
 from moeserve.engine.experts.gpu_memory import (
@@ -217,8 +218,8 @@ class GpuBody:
         """Read into host memory, quantised."""
         return ExpertStorage(reader.shape, self._storage).store(reader.read_matrices(0), torch.device("cpu"))
 
-    def install_expert(self, experts: GpuExperts, slot: int, taken: GpuExperts) -> None:
-        experts.copy_slot(slot, taken)
+    def install_expert(self, experts: Experts, slot: int, taken: GpuExperts) -> None:
+        _stored(experts).copy_slot(slot, taken)
 
     def record_loaded(self) -> None:
         self._passed("load_s")
@@ -237,14 +238,14 @@ class GpuBody:
         for place in {
             self._forms_of(decoder, place): place for place in reversed(range(len(spec.moe_layers)))
         }.values():
-            experts = decoder.experts[place]
+            experts = _stored(decoder.experts[place])
             ids = range(experts.gate_up.num_slots) if self.resident is None else group.experts.experts_here(place)
             compute = self.compute_of(spec.moe_layers[place])
             launch_expert_variants(compute, experts, decoder, spec.moe, configs.variant, max_rows, sorted(ids))
 
     def _forms_of(self, decoder: Decoder, place: int) -> tuple[object, object]:
         if self.resident is None:
-            experts = decoder.experts[place]
+            experts = _stored(decoder.experts[place])
         else:
             experts = self.resident.layers[self._spec.moe_layers[place]].experts.resident
         return experts.gate_up.form, experts.down.form
@@ -281,6 +282,11 @@ class GpuBody:
         if self._settings.enforce_eager:
             return 0
         return measure_graphs(decoder, self._settings) if group is None else GRAPH_BYTES
+
+
+def _stored(experts: Experts) -> GpuExperts:
+    assert isinstance(experts, GpuExperts)
+    return experts
 
 
 def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:

@@ -18,7 +18,8 @@ from experts.routing.gates import GatedBlock as AskedGate
 from kernels.cpu.attention_block import AttentionWeights, attention_block
 from kernels.cpu.layers import LayerParts, NativeLayers, native_layers
 from kernels.linear import Linear
-from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormWeights, Ops, StepInputs, Table
+from kernels.ops import AttentionContext, GatedBlock, HeadLinear, NormWeights, Ops, PagedRows, StepInputs, Table
+from kernels.packed_experts import Experts
 from kernels.state_rows import StateRows
 from kernels.weight_formats import Matrix
 from moeserve.model.delta_net import GatedDeltaNet
@@ -99,6 +100,7 @@ class GqaAttention:
         assert values is not None
         if self.block is not None:
             context = step.context
+            assert isinstance(context, PagedRows)
             return self.block(x, step.cos, step.sin, context.slots, context.plan, keys, values)
         spec, ops, num_tokens = self._spec, self._ops, x.shape[0]
         projected = self._qkv(x)

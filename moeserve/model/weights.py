@@ -17,7 +17,8 @@ from experts.observer import AnyObserver
 from kernels.gated_delta_rule import DeltaHeads
 from kernels.linear import Linear, side_by_side
 from kernels.mamba import MambaHeads
-from kernels.ops import CpuOps, Experts, GatedBlock, MoeNorms, NormWeights, Ops
+from kernels.ops import CpuOps, GatedBlock, MoeNorms, NormWeights, Ops
+from kernels.packed_experts import Experts
 from kernels.weight_formats import Matrix, QuantizedRows, joined_rows
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,

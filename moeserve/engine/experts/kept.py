@@ -15,7 +15,7 @@ from torch import Tensor
 from experts.errors import ExpertStoreError
 from experts.memory.mapped import MappedExperts
 from kernels.cpu.library import native_kernels
-from kernels.packed_experts import ExpertLayout, LayerPackings, PackedExperts
+from kernels.packed_experts import ExpertLayout, Experts, LayerPackings, PackedExperts
 from moeserve.config import ServeConfig
 from moeserve.engine.experts.resident_model import experts_of
 from moeserve.model.expert_store import ExpertFile, layouts_of, stored_experts
@@ -118,12 +118,13 @@ class KeptExperts:
 
         self.layer_of = layer_of
 
-    def write(self, layers: Sequence[PackedExperts]) -> ExpertFileWriter:
+    def write(self, layers: Sequence[Experts]) -> ExpertFileWriter:
         """Begin to write the file. layers: the experts in memory, from which it is written where they have its form."""
         return ExpertFileWriter(self._file, self._packed(layers))
 
-    def _packed(self, layers: Sequence[PackedExperts]) -> Iterator[Tensor]:
+    def _packed(self, layers: Sequence[Experts]) -> Iterator[Tensor]:
         for layer in layers:
+            assert isinstance(layer, PackedExperts)
             for expert in range(self._num_experts):
                 if (packed := layer.packed(expert)) is None:
                     # No expert is in its packed form in memory: this is the first one.

@@ -19,7 +19,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from experts.moe_layer import RoutedExperts
 from experts.observer import AnyObserver
-from kernels.ops import Experts, Ops
+from kernels.ops import Ops, PagedRows
+from kernels.packed_experts import Experts
 from moeserve.model.decoder import ForwardBatch, KvPools
 from moeserve.model.hf.caches import step_cache
 from moeserve.model.hf.check import BeginStep, choose_ways, has_far_limits, low_limits
@@ -116,7 +117,10 @@ class TransformersDecoder:
         pools = [keys for keys, _ in kv_pools]
         num_kv = len(self.spec.kv_layers)
         states = self.spec.geometry.name_states(pools[num_kv:])
-        self._step.begin(batch.attention, batch.window_attention, pools[:num_kv], states, batch.states)
+        attention, windows = batch.attention, batch.window_attention
+        assert isinstance(attention, PagedRows)
+        assert windows is None or isinstance(windows, PagedRows)
+        self._step.begin(attention, windows, pools[:num_kv], states, batch.states)
         self._code.config._attn_implementation_internal = PAGED
         try:
             with self._exact:
