@@ -64,12 +64,12 @@ class TokenEngine:
         """Make the scheduler and what belongs to it. rank: the first one. further: parts beside those of texts."""
         model = rank.model
         self._rank, self.spec, self._count = rank, model.spec, 0
-        caches, self.drafts = build_caches(config, model.kv), build_drafts(config, model.kv, rank.depth)
+        self.caches, self.drafts = build_caches(config, model.kv), build_drafts(config, model.kv, rank.depth)
         tokenizer, most = directory / "tokenizer.json", self.drafts.most_forced
         self.masks = GrammarMasks(tokenizer, model.spec.vocab_size, model.eos_token_ids, most_drafts=most)
         self.led = LedRequests()
         parts = [self.led, *build_text_parts(self.masks, self.drafts), *further]
-        self.scheduler = build_scheduler(config, model.kv, caches, depth=rank.depth, parts=parts)
+        self.scheduler = build_scheduler(config, model.kv, self.caches, depth=rank.depth, parts=parts)
         self.steps = Steps(self.scheduler, executor, rank.depth)
 
     @contextmanager

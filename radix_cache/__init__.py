@@ -5,7 +5,7 @@ from radix_cache.errors import BudgetError, InvariantError, LeaseError
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Evicted, Fact, Published
 from radix_cache.fills import Fill, begin_fill
-from radix_cache.listing import CachedPrefix, Listing
+from radix_cache.listing import CachedPrefix, Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason
 from radix_cache.nodes import PUBLIC, Lease, Snapshot
 from radix_cache.prefix_cache import PrefixCache

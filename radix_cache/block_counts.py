@@ -27,7 +27,7 @@ class BlockCounts:
     ) -> None:
         self.duplicates: set[int] = set()
         self._num_blocks = num_blocks
-        self._allocator = allocator
+        self.allocator = allocator
         self._tree = tree
         self._copies = copies
         self._needs = needs
@@ -36,7 +36,7 @@ class BlockCounts:
     @property
     def num_free(self) -> int:
         """The number of blocks that hold nothing."""
-        return self._allocator.num_free
+        return self.allocator.num_free
 
     @property
     def num_cached(self) -> int:
@@ -51,7 +51,7 @@ class BlockCounts:
     @property
     def num_available(self) -> int:
         """The number of blocks that `extend` can give to a lease now. While blocks are copied it may be too low."""
-        return self._allocator.num_free + max(0, self._tree.num_evictable_blocks - self._copies.num_copied)
+        return self.allocator.num_free + max(0, self._tree.num_evictable_blocks - self._copies.num_copied)
 
     def num_available_to(self, namespace: str, enough: int | None = None) -> int:
         """Count the blocks that `extend` with `sparing` could give to a lease of a namespace now.
@@ -62,10 +62,10 @@ class BlockCounts:
         if enough is not None:
             num_own = self._tree.victims.num_evictable(account)
             num_evictable = max(self._tree.num_evictable_blocks - num_spared, num_own)
-            num_sure = self._allocator.num_free + max(0, num_evictable - self._copies.num_copied)
+            num_sure = self.allocator.num_free + max(0, num_evictable - self._copies.num_copied)
             if num_sure >= enough:
                 return num_sure
-        return max(self._allocator.num_free, self.num_available - self._tree.num_to_spare(account, num_spared))
+        return max(self.allocator.num_free, self.num_available - self._tree.num_to_spare(account, num_spared))
 
     def add_private(self, namespace: str, change: int) -> None:
         """Count blocks of a lease that are not in the tree, fewer of them if `change` is negative."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count as numbers
 from math import inf
 
@@ -14,7 +14,6 @@ from radix_cache.borders import Borders
 from radix_cache.errors import LeaseError
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Facts
-from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.needs import Need
 from radix_cache.nodes import Lease, Node
@@ -49,6 +48,8 @@ class PrefixCache:
     caller copies the blocks of `StoredTree.take` or `demote`, and of `begin_fill`, beside the steps, and says when it
     has; a block that leaves the tree meanwhile is *in copy* and freed after that.
 
+    `tree`, `leases` and `counts` show where every block is; only the cache changes them.
+
     The caller's part: it returns blocks (`release`, `free`) only when no plan in flight names them, and calls `publish`
     only for tokens whose forward has completed. Every method that takes a lease raises LeaseError for one that was
     released or belongs to another cache. All decisions are deterministic: the same calls yield the same ids.
@@ -78,34 +79,34 @@ class PrefixCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caching = caching
-        self._allocator = BlockAllocator(num_blocks)
+        allocator = BlockAllocator(num_blocks)
         stateful = snapshot_rows is not None
         rows = snapshot_rows if snapshot_rows is not None and caching else range(0)
-        self._tree = RadixTree(block_size, max_recorded_evictions, rows, [] if tells_facts else None)
-        self.copies = BlockCopies(self._allocator)
-        self.facts = Facts(self._tree.facts, self._tree.roots)
+        self.tree = RadixTree(block_size, max_recorded_evictions, rows, [] if tells_facts else None)
+        self.copies = BlockCopies(allocator)
+        self.facts = Facts(self.tree.facts, self.tree.roots)
         self.windows = Windows()
         if num_window_blocks:
-            excess = self._tree.victims.excess_of
+            excess = self.tree.victims.excess_of
             self.windows = WindowBlocks(num_blocks, num_window_blocks, block_size, window, excess)
-        self._lower: StoredTree | None = None
+        self.lower: StoredTree | None = None  # the blocks in the lower tier
         if stored is not None and caching:
-            self._lower = StoredTree(
+            self.lower = StoredTree(
                 stored,
                 self.copies,
-                self._tree,
+                self.tree,
                 self.windows,
-                self._allocator,
+                allocator,
                 self._free,
                 has_states=stateful,
             )
-        self.states = States(self._tree.snapshots, block_size, self._check, self._lower)
+        self.states = States(self.tree.snapshots, block_size, self._check, self.lower)
         needed = ((self.states, stateful), (self.windows, num_window_blocks > 0))
         self._needs: list[Need] = [need for need, is_needed in needed if is_needed]
-        self.counts = BlockCounts(num_blocks, self._allocator, self._tree, self.copies, self._needs)
-        self._borders = Borders(self._tree, self._needs)
+        self.counts = BlockCounts(num_blocks, allocator, self.tree, self.copies, self._needs)
+        self._borders = Borders(self.tree, self._needs)
         self.retentions = Retentions(
-            self._tree,
+            self.tree,
             self.windows,
             self._borders,
             self._check,
@@ -113,7 +114,7 @@ class PrefixCache:
             retention_share=retention_share,
             pin_share=pin_share,
         )
-        self._leases: dict[int, Lease] = {}
+        self.leases: dict[int, Lease] = {}  # by number
         self._next_number = 0
         self._num_changes = 0
 
@@ -129,13 +130,8 @@ class PrefixCache:
     @property
     def age(self) -> float:
         """The time since the last use of the prefix that would be evicted next; 0 without any."""
-        leaf = self._tree.victims.next_leaf()
-        return 0.0 if leaf is None else max(0.0, self._tree.now - leaf.used_at)
-
-    @property
-    def lower(self) -> StoredTree | None:
-        """The blocks in the lower tier; None without one."""
-        return self._lower
+        leaf = self.tree.victims.next_leaf()
+        return 0.0 if leaf is None else max(0.0, self.tree.now - leaf.used_at)
 
     def match(
         self, tokens: array[int], namespace: str = "", *, use_cache: bool = True, names: list[bytes] | None = None
@@ -152,11 +148,11 @@ class PrefixCache:
             raise ValueError(f"tokens must be array('i'), got typecode {tokens.typecode!r}")
         use_cache = use_cache and self._caching
         data = self._reusable(tokens, 0) if use_cache else b""
-        node = self._tree.start(namespace, data) or self._tree.root(namespace)
+        node = self.tree.start(namespace, data) or self.tree.root(namespace)
         number = self._next_number
         lease = Lease(self, number, namespace, node, use_cache, [] if names is None else names)
         if use_cache and node.children:
-            node = self._tree.descend(node, data, lease.block_ids, namespace)
+            node = self.tree.descend(node, data, lease.block_ids, namespace)
             lease.num_known_tokens = len(lease.block_ids) * self.block_size
             if self._needs:
                 node, depth = self._resume(lease, node, lease.block_ids)
@@ -165,8 +161,8 @@ class PrefixCache:
             lease.num_published_tokens = lease.num_cached_tokens = len(lease.block_ids) * self.block_size
             for need in self._needs:
                 need.adopt(lease, 0)
-        self._tree.acquire(node)
-        self._leases[number] = lease
+        self.tree.acquire(node)
+        self.leases[number] = lease
         self._next_number = number + 1
         return lease
 
@@ -185,7 +181,7 @@ class PrefixCache:
         if not lease.node.children or not lease.use_cache:
             return num_published
         adopted: array[int] = array("i")
-        node = self._tree.descend(lease.node, self._reusable(tokens, num_published), adopted, lease.namespace)
+        node = self.tree.descend(lease.node, self._reusable(tokens, num_published), adopted, lease.namespace)
         first = num_published // self.block_size
         if adopted and self._needs:
             lease.num_known_tokens = num_published + len(adopted) * self.block_size
@@ -199,7 +195,7 @@ class PrefixCache:
         self._free(replaced)
         lease.block_ids[first : first + len(adopted)] = adopted
         self.counts.add_private(lease.namespace, -len(replaced))
-        self._tree.move(lease.node, node)
+        self.tree.move(lease.node, node)
         lease.node = node
         lease.num_cached_tokens += len(adopted) * self.block_size
         lease.num_published_tokens = num_published + len(adopted) * self.block_size
@@ -217,7 +213,7 @@ class PrefixCache:
         available. Raise ValueError if `count` is negative.
         """
         self._check(lease)
-        allocator = self._allocator
+        allocator = self.counts.allocator
         for need in self._needs:
             if not need.has_room(lease, count):
                 return None
@@ -228,7 +224,7 @@ class PrefixCache:
                 return None
             while num_missing > 0:
                 # Blocks that are copied are freed only later, so others go too.
-                self._free(self._tree.evict(num_missing, account_of(lease.namespace)))
+                self.evict(num_missing, account_of(lease.namespace))
                 num_missing = count - allocator.num_free
         block_ids = lease.block_ids
         after = block_ids[-1] if block_ids else None
@@ -265,8 +261,8 @@ class PrefixCache:
             self._choose_root(lease, tokens)
         own = lease.block_ids[first:stop]
         data = tokens[first * size : stop * size].tobytes()
-        node, canonical = self._tree.insert(lease.node, data, own, lease.namespace)
-        self._tree.move(lease.node, node)
+        node, canonical = self.tree.insert(lease.node, data, own, lease.namespace)
+        self.tree.move(lease.node, node)
         lease.node = node
         lease.num_published_tokens = stop * size
         self.counts.add_private(lease.namespace, -len(own))
@@ -276,8 +272,8 @@ class PrefixCache:
             self.counts.duplicates.update(duplicates)
         for need in self._needs:
             need.publish(lease, num_computed_tokens, zip(numbers(first), duplicates, canonical, strict=False))
-        if self._lower is not None:
-            self._lower.publish(lease, tokens, first + len(canonical), stop)
+        if self.lower is not None:
+            self.lower.publish(lease, tokens, first + len(canonical), stop)
         return duplicates
 
     def free(self, ids: Sequence[int]) -> None:
@@ -298,22 +294,22 @@ class PrefixCache:
         self._check(lease)
         if len(lease.block_ids) * self.block_size > lease.num_cached_tokens:
             self._num_changes += 1
-        if self._lower is not None:
-            self._lower.release(lease, keep_tokens)
+        if self.lower is not None:
+            self.lower.release(lease, keep_tokens)
         lease.owner = None
-        del self._leases[lease.number]
+        del self.leases[lease.number]
         num_published = lease.num_published_tokens // self.block_size
         private = lease.block_ids[num_published:]
         self.counts.add_private(lease.namespace, -len(private))
         for need in self._needs:
             need.release(lease)
-        self._tree.release(lease.node, lease.namespace)
+        self.tree.release(lease.node, lease.namespace)
         if keep_tokens is not None:
             num_dropped = num_published - max(0, keep_tokens) // self.block_size
             if num_dropped > 0:
-                trimmed = self._tree.trim(lease.node, num_dropped, lease.namespace)
-                if self._lower is not None:
-                    self._lower.forget(lease.names[num_published - len(trimmed) : num_published])
+                trimmed = self.tree.trim(lease.node, num_dropped, lease.namespace)
+                if self.lower is not None:
+                    self.lower.forget(lease.names[num_published - len(trimmed) : num_published])
                 private.extend(trimmed)
         self._free(private)
 
@@ -332,7 +328,7 @@ class PrefixCache:
         be compared. Change nothing.
         """
         self._check(lease)
-        found = self._tree.continuation(lease.node, tail.tobytes(), most * tail.itemsize, lease.namespace)
+        found = self.tree.continuation(lease.node, tail.tobytes(), most * tail.itemsize, lease.namespace)
         return array("i", found)
 
     def share(self, namespace: str, weight: float, most: float) -> None:
@@ -342,7 +338,7 @@ class PrefixCache:
         blocks come before accounts within their limits.
         """
         limit = inf if most >= 1 else most * self.num_blocks
-        if self._tree.victims.share(account_of(namespace), weight, limit):
+        if self.tree.victims.share(account_of(namespace), weight, limit):
             for need in self._needs:
                 need.reorder()
 
@@ -351,17 +347,21 @@ class PrefixCache:
 
         num_blocks: the blocks that it holds; None for all that its leases have.
         """
-        victims = self._tree.victims
+        victims = self.tree.victims
         return victims.excess_of(account, victims.num_in_use(account) if num_blocks is None else num_blocks)
 
     def set_time(self, now: float) -> None:
         """Set the time, which must not go back, and end overdue retentions."""
-        self._tree.set_time(now)
+        self.tree.set_time(now)
 
     def record_hit(self, lease: Lease, num_tokens: int) -> None:
         """Count `num_tokens` of the lease as found in the cache, and refresh the retentions along its prefix."""
         self._check(lease)
-        self._tree.record_hit(lease.node, num_tokens)
+        self.tree.record_hit(lease.node, num_tokens)
+
+    def evict(self, count: int, account: str | None = None) -> None:
+        """Evict `count` cached blocks for an account. Blocks that are being copied are freed later."""
+        self._free(self.tree.evict(count, account))
 
     def drop(self, namespaces: Collection[str] | None) -> Iterator[int]:
         """Evict all prefixes of namespaces (None: of all) that no lease protects, retained ones too.
@@ -369,15 +369,11 @@ class PrefixCache:
         Nothing of them stays stored. Yield the numbers of blocks that went, some at a time; between two the cache may
         be used.
         """
-        if self._lower is not None:
-            self._lower.drop(namespaces)
-        for evicted in self._tree.drop(namespaces):
+        if self.lower is not None:
+            self.lower.drop(namespaces)
+        for evicted in self.tree.drop(namespaces):
             self._free(evicted)
             yield len(evicted)
-
-    def prefixes(self, namespaces: Collection[str] | None, limit: int) -> Generator[None, None, Listing]:
-        """Make a list of the cached prefixes of namespaces, or of all. See `list_prefixes`."""
-        return list_prefixes(self._tree, namespaces, limit)
 
     def explain(self, lease: Lease, tokens: array[int], *, tells_salts: bool = False) -> Miss:
         """Return why `match`, or `advance`, found no more of `tokens`. To be called at once after it.
@@ -386,9 +382,9 @@ class PrefixCache:
         tells_salts: whether the answer may name other namespaces of the lease's account.
         """
         self._check(lease)
-        self._tree.evictions.begin(account_of(lease.namespace))
+        self.tree.evictions.begin(account_of(lease.namespace))
         lacking = self._needs[0].lacking if self._needs else MissReason.NO_WINDOW
-        return explain_miss(self._tree, lease, tokens, lacking, tells_salts=tells_salts)
+        return explain_miss(self.tree, lease, tokens, lacking, tells_salts=tells_salts)
 
     def _check(self, lease: Lease) -> None:
         if lease.owner is not self:
@@ -403,18 +399,18 @@ class PrefixCache:
         first, depth = lease.num_published_tokens // self.block_size, len(path)
         at = self._borders.last(node, depth, depth, path)
         if at <= first:
-            return (lease.node, first) if first else (self._tree.root(lease.namespace), 0)
-        return self._tree.node_at(node, depth, at), at
+            return (lease.node, first) if first else (self.tree.root(lease.namespace), 0)
+        return self.tree.node_at(node, depth, at), at
 
     def _free(self, blocks: Sequence[int]) -> None:
         """Free KV blocks, and what belongs to them; blocks that are being copied are freed when the copy ends."""
         for need in self._needs:
             need.drop(blocks)
-        if self._lower is not None:
-            self._lower.borders.let_go(blocks)
+        if self.lower is not None:
+            self.lower.borders.let_go(blocks)
         if self.copies.is_used:
             blocks = self.copies.let_go(blocks)
-        self._allocator.free(blocks)
+        self.counts.allocator.free(blocks)
 
     def _choose_root(self, lease: Lease, tokens: array[int]) -> None:
         """Let a lease without published tokens begin at the present root of its first block, which may have changed.
@@ -422,8 +418,8 @@ class PrefixCache:
         A lease that starts anew below a public prefix holds none of its blocks.
         """
         first = tokens[: self.block_size].tobytes()
-        root = self._tree.start(lease.namespace, first) or self._tree.root(lease.namespace)
-        self._tree.move(lease.node, root)
+        root = self.tree.start(lease.namespace, first) or self.tree.root(lease.namespace)
+        self.tree.move(lease.node, root)
         lease.node = root
 
     def _reusable(self, tokens: array[int], start: int) -> bytes:

@@ -117,7 +117,7 @@ class Retentions:
         return wanted * size
 
     def find(self, serial: int, namespace: str) -> Generator[None, None, array[int] | None]:
-        """Find the tokens of a prefix that `PrefixCache.prefixes` has named. See `find_prefix`."""
+        """Find the tokens of a prefix that `list_prefixes` has named. See `find_prefix`."""
         return find_prefix(self._tree, (namespace,), serial)
 
     def unpin(self, tokens: array[int], namespace: str = "") -> bool:

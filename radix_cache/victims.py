@@ -126,7 +126,7 @@ class Victims:
     """The holdings of the accounts that have blocks. It removes no node from the tree."""
 
     def __init__(self) -> None:
-        self._holdings: dict[str, Holding] = {}
+        self.holdings: dict[str, Holding] = {}  # by account
         # By the rank of their next victims, the accounts that have one: (excess with its sign turned, stamp and serial
         # of the victim, entry, account). A victim may be gone: the account then belongs further behind.
         self._orders: tuple[list[_Entry], ...] = ([], [], [])
@@ -153,14 +153,14 @@ class Victims:
         self._terms[account] = (weight, limit)
         if (weight, limit) == _USUAL:
             del self._terms[account]
-        if (holding := self._holdings.get(account)) is not None:
+        if (holding := self.holdings.get(account)) is not None:
             holding.weight, holding.limit = weight, limit
             self._touched[holding] = None
         return True
 
     def use(self, namespace: str) -> None:
         """Record that a request of a namespace has published or ended."""
-        if (holding := self._holdings.get(account_of(namespace))) is not None:
+        if (holding := self.holdings.get(account_of(namespace))) is not None:
             holding.used_at = self.now
             self._touched[holding] = None
 
@@ -179,7 +179,7 @@ class Victims:
 
     def count_leased(self, namespace: str, change: int) -> None:
         """Record that leases protect `change` more, or fewer, of a namespace's blocks in the tree."""
-        self._holdings[account_of(namespace)].count(leased=change)
+        self.holdings[account_of(namespace)].count(leased=change)
 
     def add(self, node: Node) -> None:
         """Queue an unreferenced leaf, or queue it anew: its retention has changed."""
@@ -187,7 +187,7 @@ class Victims:
         rank = 0 if retention is None else _PINNED if retention.is_pinned else 1
         self._next_entry += 1
         node.queued = self._next_entry
-        holding = self._holdings[account_of(node.namespace)]
+        holding = self.holdings[account_of(node.namespace)]
         heappush(holding.queue, (rank, node.last_used, node.serial, node.queued, node))
         holding.bound_queue()
         self._touched[holding] = None
@@ -199,14 +199,14 @@ class Victims:
         """
         if account == PUBLIC:
             return -inf
-        holding = self._holdings.get(account)
+        holding = self.holdings.get(account)
         if holding is not None:
             return _excess(num_held, holding.weight, holding.used_at)
         return _excess(num_held, self._terms.get(account, _USUAL)[0], self.now)
 
     def num_in_use(self, account: str) -> int:
         """Return the number of blocks of an account that its leases have, in the tree and beside it."""
-        holding = self._holdings.get(account)
+        holding = self.holdings.get(account)
         return 0 if holding is None else holding.num_leased + holding.num_private
 
     def next_leaf(self) -> Node | None:
@@ -216,7 +216,7 @@ class Victims:
 
     def num_evictable(self, account: str) -> int:
         """Return the number of blocks of an account that no lease protects."""
-        holding = self._holdings.get(account)
+        holding = self.holdings.get(account)
         return 0 if holding is None else holding.num_blocks - holding.num_leased
 
     def num_to_spare(self, account: str, pinned: Mapping[str, int], most: int) -> int:
@@ -225,9 +225,9 @@ class Victims:
 
         pinned: blocks that retentions without end cover, by account. They are not counted.
         """
-        taker = Taker(self._holdings.get(account))
+        taker = Taker(self.holdings.get(account))
         found = 0
-        for name, holding in self._holdings.items():
+        for name, holding in self.holdings.items():
             if holding is taker.holding or holding.num_blocks == holding.num_leased:
                 continue
             num_free = holding.num_blocks - holding.num_leased - pinned.get(name, 0)
@@ -242,7 +242,7 @@ class Victims:
         The caller removes them, and notes it with the method `count`, before it asks for the next. Enough blocks must
         be evictable.
         """
-        taker = Taker(None if account is None else self._holdings.get(account))
+        taker = Taker(None if account is None else self.holdings.get(account))
         while count:
             holding = self._first(taker)
             if holding is None:
@@ -258,38 +258,26 @@ class Victims:
 
         Leaves may come and go meanwhile: new ones are not among them, and what went may be.
         """
-        names = list(self._holdings) if accounts is None else [name for name in accounts if name in self._holdings]
+        names = list(self.holdings) if accounts is None else [name for name in accounts if name in self.holdings]
         for name in names:
-            holding = self._holdings.get(name)
+            holding = self.holdings.get(name)
             waiting = deque(() if holding is None else holding.queue)
             while waiting:
                 *_, entry, node = waiting.popleft()
                 if node.queued == entry:
                     yield node
 
-    def num_blocks(self) -> dict[str, int]:
-        """Return the number of blocks of the tree by account."""
-        return {account: holding.num_blocks for account, holding in self._holdings.items()}
-
-    def num_leased(self) -> int:
-        """Return the number of blocks of the tree that leases protect."""
-        return sum(holding.num_leased for holding in self._holdings.values())
-
-    def num_private(self) -> int:
-        """Return the number of blocks that leases have beside the tree."""
-        return sum(holding.num_private for holding in self._holdings.values())
-
     def queued_serials(self) -> list[int]:
         """Return the serials of the leaves that may go. Raise InvariantError if dead entries pile up."""
-        for holding in self._holdings.values():
+        for holding in self.holdings.values():
             require(len(holding.queue) <= 2 * holding.num_blocks + _HEAP_SLACK, "a queue of victims outgrew its blocks")
         return [node.serial for node in self.leaves()]
 
     def _of(self, namespace: str) -> Holding:
         account = account_of(namespace)
-        holding = self._holdings.get(account)
+        holding = self.holdings.get(account)
         if holding is None:
-            holding = self._holdings[account] = Holding(*self._terms.get(account, _USUAL), self.now)
+            holding = self.holdings[account] = Holding(*self._terms.get(account, _USUAL), self.now)
         return holding
 
     def _close(self, namespace: str, holding: Holding) -> None:
@@ -297,7 +285,7 @@ class Victims:
         if holding.num_blocks or holding.num_private:
             self._touched[holding] = None
         else:
-            del self._holdings[account_of(namespace)]
+            del self.holdings[account_of(namespace)]
             self._entries.pop(holding, None)
             self._touched.pop(holding, None)
 
@@ -329,7 +317,7 @@ class Victims:
         self._entries[holding] = self._next_entry
         order = self._orders[rank]
         heappush(order, (-holding.excess(), last_used, serial, self._next_entry, holding))
-        if len(order) > 2 * len(self._holdings) + _HEAP_SLACK:
+        if len(order) > 2 * len(self.holdings) + _HEAP_SLACK:
             order[:] = [entry for entry in order if self._entries.get(entry[4]) == entry[3]]
             heapify(order)
 

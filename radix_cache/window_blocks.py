@@ -233,7 +233,7 @@ class WindowBlocks(Windows):
         blocks = blocks[max(0, lease.first_window - len(lease.block_ids)) :]
         missing = len(blocks) - self._allocator.num_free
         if missing > 0:
-            self._evict(missing, account)
+            self.evict(missing, account)
         place = None if after is None or not self.has(after) else self._of[after]
         new = self._allocator.allocate(len(blocks), place)
         assert new is not None
@@ -243,6 +243,15 @@ class WindowBlocks(Windows):
             self._account[block] = account
         self._queue.count(account, len(blocks))
         self._num_held += len(blocks)
+
+    def evict(self, count: int, account: str) -> None:
+        """Free cached window blocks for an account."""
+        for _ in range(count):
+            block = self._queue.first(account)
+            assert block is not None
+            self._queue.evict(block)
+            self.drop((block,))
+        self._num_evicted += count
 
     def adopt(self, lease: Lease, first: int) -> None:
         stop = lease.num_published_tokens // self._block_size
@@ -381,15 +390,6 @@ class WindowBlocks(Windows):
         is_last = not self._holds[block]
         self._num_held -= is_last
         return is_last
-
-    def _evict(self, count: int, account: str) -> None:
-        """Free cached window blocks for an account."""
-        for _ in range(count):
-            block = self._queue.first(account)
-            assert block is not None
-            self._queue.evict(block)
-            self.drop((block,))
-        self._num_evicted += count
 
     def _enqueue(self, block: int, gain: int) -> None:
         self._queue.put(block, self._account[block], self._queue.age + gain if gain else 0)

@@ -13,7 +13,7 @@ import msgspec
 from moeserve.scheduling.lower_tier import Hosted, LowerTier, TierCounters
 from moeserve.scheduling.overflow import Fate
 from moeserve.wire import FeatureSamples, pack_token_ids, unpack_token_ids
-from radix_cache import PUBLIC, BudgetError, CachedPrefix, PrefixCache, Tier, account_of
+from radix_cache import PUBLIC, BudgetError, CachedPrefix, PrefixCache, Tier, account_of, list_prefixes
 
 MAX_LISTED = 1000  # prefixes that one answer lists at most
 _BUDGET = ("blocks", "retained", "pinned", "free")  # as in `Retentions.budget`; free for pins
@@ -171,7 +171,7 @@ class CacheCommands:
         namespaces = None if arguments.namespace is None else (arguments.namespace,)
         of_rank, num_runs, complete = [], 0, True
         for rank, cache in enumerate(self._caches):
-            listing = yield from cache.prefixes(namespaces, limit)
+            listing = yield from list_prefixes(cache.tree, namespaces, limit)
             of_rank.append([(rank, prefix) for prefix in listing.prefixes])
             num_runs, complete = num_runs + listing.num_visited, complete and listing.complete
             yield

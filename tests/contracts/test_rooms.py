@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.rooms import ROOMS
+from tests.contracts.rooms import CLOSED_TO_TESTS, ROOMS
 from tests.support.sources import FILES as ALL_FILES
 from tests.support.sources import ROOT, nodes_of
 
 FILES = [path for path in ALL_FILES if path.name != "__init__.py"]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # Of objects that other libraries define.
 FOREIGN_ATTRIBUTES = {
@@ -142,3 +143,31 @@ def test_nothing_is_set_on_another_object_but_the_fields_of_a_record():
         if name not in allowed
     ]
     assert found == []
+
+
+def private_attributes(path: Path) -> Iterator[ast.Attribute]:
+    for node in nodes_of(path):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield node
+
+
+def is_own(node: ast.Attribute) -> bool:
+    return ast.unparse(node.value) in ("self", "cls")
+
+
+@pytest.mark.parametrize("package", CLOSED_TO_TESTS)
+def test_tests_name_no_private_attribute(package):
+    paths = [path for module, path in MODULES.items() if is_in(module, package)]
+    private = {node.attr for path in paths for node in private_attributes(path)}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} names {node.attr}"
+        for path in TESTS
+        if any(f"{module}.".startswith(f"{package}.") for module in modules_named_in(path))
+        for node in private_attributes(path)
+        if node.attr in private and not is_own(node)
+    ]
+    assert found == []
+
+
+def modules_named_in(path: Path) -> Iterator[str]:
+    return (node.module or "" for node in nodes_of(path) if isinstance(node, ast.ImportFrom))

@@ -17,19 +17,20 @@ from radix_cache.window_blocks import WindowBlocks
 def check_invariants(cache: PrefixCache) -> None:
     """Raise InvariantError unless every block is in exactly one place and all counters agree. O(blocks)."""
     cache.counts.check()
-    cache._allocator.check_invariants()
-    leases = cache._leases.values()
-    places: dict[str, Collection[int]] = {"in the tree": check_tree(cache._tree, leases)}
+    cache.counts.allocator.check_invariants()
+    leases = cache.leases.values()
+    places: dict[str, Collection[int]] = {"in the tree": check_tree(cache.tree, leases)}
     num_private = 0
     for lease in leases:
         private = lease.block_ids[lease.num_published_tokens // cache.block_size :]
         num_private += len(private)
         places[f"leased by {lease.number}"] = private
     places |= {"duplicates": cache.counts.duplicates, "in copy": cache.copies.in_copy()}
-    cache._allocator.check_allocated(check_places(places))
+    cache.counts.allocator.check_allocated(check_places(places))
     require(num_private == cache.counts.num_private, "the number of unpublished blocks is wrong")
-    require(num_private == cache._tree.victims.num_private(), "an account's unpublished blocks are miscounted")
-    check_snapshots(cache._tree, leases)
+    holdings = cache.tree.victims.holdings.values()
+    require(num_private == sum(one.num_private for one in holdings), "an account's unpublished blocks are miscounted")
+    check_snapshots(cache.tree, leases)
     if isinstance(cache.windows, WindowBlocks):
         held = Counter(block for lease in leases for block in lease.block_ids[lease.first_window :])
         cache.windows.check(dict(held), cache.counts.duplicates)
@@ -93,8 +94,11 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease]) -> array[int]:
     held: Counter[str] = Counter()
     for node in nodes:
         held[account_of(node.namespace)] += len(node.blocks)
-    require(held == Counter(tree.victims.num_blocks()), "the number of an account's blocks is wrong")
-    require(tree.victims.num_leased() == num_pinned, "the number of an account's leased blocks is wrong")
+    holdings = tree.victims.holdings
+    num_blocks = Counter({account: holding.num_blocks for account, holding in holdings.items()})
+    require(held == num_blocks, "the number of an account's blocks is wrong")
+    num_leased = sum(holding.num_leased for holding in holdings.values())
+    require(num_leased == num_pinned, "the number of an account's leased blocks is wrong")
     require(num_pinned == tree.num_pinned_blocks, "num_pinned_blocks is wrong")
     _check_ledger(tree, nodes)
     for namespace, root in tree.roots.items():

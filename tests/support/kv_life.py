@@ -79,7 +79,7 @@ class Life(Simulation):
 
     def end(self, job: CopyJob) -> None:
         oracle = self.oracles[job.rank]
-        memories: dict[Kind, Any] = {Kind.KV: oracle._kv, Kind.WINDOW: oracle._window_kv, Kind.STATE: oracle._rows}
+        memories: dict[Kind, Any] = {Kind.KV: oracle.kv, Kind.WINDOW: oracle.window_kv, Kind.STATE: oracle.rows}
         if job.chores is not None:
             for path in job.chores.removals:
                 self.disk.files.pop(bytes.fromhex(path.rsplit("/", 1)[1]), None)

@@ -128,7 +128,7 @@ class KvOracle:
         self._most_ahead = -(-most_drafts // cache.block_size)
         self._cache = cache
         self._num_slots = num_slots
-        self._rows = [SPOILT] * (num_slots + cache.states.table.num_rows)
+        self.rows = [SPOILT] * (num_slots + cache.states.table.num_rows)
         self._run_ahead = run_ahead
         self._last_drawn: list[int] = []
         # Slots that a wrong draft has filled, which are written once more; of window blocks too.
@@ -136,9 +136,9 @@ class KvOracle:
         self._stale_windows: set[tuple[int, int]] = set()
         self._size = cache.block_size
         self._vocab_size = vocab_size
-        self._kv: list[list[Cell | None]] = [[None] * self._size for _ in range(cache.num_blocks)]
+        self.kv: list[list[Cell | None]] = [[None] * self._size for _ in range(cache.num_blocks)]
         num_windows = cache.windows.num_blocks
-        self._window_kv: list[list[Cell | None]] = [[None] * self._size for _ in range(num_windows)]
+        self.window_kv: list[list[Cell | None]] = [[None] * self._size for _ in range(num_windows)]
         self._in_flight: deque[_Submitted] = deque()
         self._sender, self._receiver = PlanSender(), PlanReceiver()
         self.fails: Callable[[Chunk], bool] = lambda chunk: False
@@ -155,7 +155,7 @@ class KvOracle:
         zeroed, zeroed_windows = copy.zeroed_blocks.tolist(), copy.zeroed_windows.tolist()
         assert len(set(zeroed)) == len(zeroed)
         assert len(set(zeroed_windows)) == len(zeroed_windows)
-        assert len(zeroed_windows) == (len(zeroed) if self._window_kv else 0)
+        assert len(zeroed_windows) == (len(zeroed) if self.window_kv else 0)
         for earlier in self._in_flight:
             going_on = {id(record) for record in records}
             for chunk, record in zip(earlier.plan.chunks, earlier.records, strict=True):
@@ -179,13 +179,13 @@ class KvOracle:
             for block in record.request.lease.block_ids if record.request.lease else ():
                 num_holders[block] = num_holders.get(block, 0) + 1
         for source, target in zip(plan.copied_blocks[::2], plan.copied_blocks[1::2], strict=True):
-            self._kv[target] = self._kv[source][:]
+            self.kv[target] = self.kv[source][:]
             self._stale |= {(target, offset) for offset in range(self._size)}
         for block in plan.zeroed_blocks:
-            self._kv[block] = [None] * self._size
+            self.kv[block] = [None] * self._size
             self._stale -= {(block, offset) for offset in range(self._size)}
         for block in plan.zeroed_windows:
-            self._window_kv[block] = [None] * self._size
+            self.window_kv[block] = [None] * self._size
             self._stale_windows -= {(block, offset) for offset in range(self._size)}
         for chunk in plan.chunks:
             if chunk.drawn_by is not None:
@@ -213,21 +213,21 @@ class KvOracle:
 
     def check_published(self) -> None:
         """Every block in the tree holds what the tree says of it."""
-        tree, windows = self._cache._tree, self._cache.windows
+        tree, windows = self._cache.tree, self._cache.windows
         nodes: list[tuple[Node, int]] = [(root, 0) for root in tree.roots.values()]
         for node, start in nodes:
             wanted = _blocks(bytes(node.tokens), start, node.namespace, self._size)
-            held = [self._kv[block] for block in node.blocks]
+            held = [self.kv[block] for block in node.blocks]
             assert held == wanted, f"one of the blocks {node.blocks} was published with wrong contents"
             for block, want in zip(node.blocks, wanted, strict=True):
                 if windows.has(block):
                     (window_block,) = windows.of([block])
-                    assert self._window_kv[window_block] == want, f"window block {window_block} has wrong contents"
+                    assert self.window_kv[window_block] == want, f"window block {window_block} has wrong contents"
             nodes += [(child, start + len(node.blocks) * self._size) for child in node.children.values()]
             for snapshot in node.snapshots:
                 prefix = array("i", tree.prefix(node))
                 stop = start + snapshot.offset * self._size
-                assert self._rows[snapshot.row] == prefix[:stop], f"snapshot {snapshot.row} is of another prefix"
+                assert self.rows[snapshot.row] == prefix[:stop], f"snapshot {snapshot.row} is of another prefix"
 
     def _check_chunk(self, chunk: Chunk, record: Record) -> None:
         end = chunk.start + len(chunk.token_ids) - chunk.num_drafts
@@ -303,7 +303,7 @@ class KvOracle:
         assert len(set(saves)) == len(saves)
         assert not set(loads) & set(saves), "a snapshot is read and written in one plan"
         assert all(0 <= slot < self._num_slots for slot in slots)
-        assert all(self._num_slots <= row < len(self._rows) for row in (*loads, *saves))
+        assert all(self._num_slots <= row < len(self.rows) for row in (*loads, *saves))
         for earlier in self._in_flight:
             for chunk in earlier.plan.chunks:
                 assert state_of(chunk).save not in (*loads, *saves), "a snapshot is used before its commit"
@@ -318,19 +318,19 @@ class KvOracle:
         if use is None:
             return
         if is_faulty or chunk.token_ids[0] == FAILED:
-            self._rows[use.slot] = SPOILT
+            self.rows[use.slot] = SPOILT
         else:
             if use.load is not None:
-                self._rows[use.slot] = self._rows[use.load]
+                self.rows[use.slot] = self.rows[use.load]
             elif not chunk.start:
-                self._rows[use.slot] = array("i")
-            cells = [cell for block in chunk.block_table for cell in self._kv[block]][: chunk.start]
-            assert self._rows[use.slot] == array("i", [cell[0] for cell in cells if cell]), (
+                self.rows[use.slot] = array("i")
+            cells = [cell for block in chunk.block_table for cell in self.kv[block]][: chunk.start]
+            assert self.rows[use.slot] == array("i", [cell[0] for cell in cells if cell]), (
                 "a chunk goes on from another state"
             )
-            self._rows[use.slot] = self._rows[use.slot] + chunk.token_ids
+            self.rows[use.slot] = self.rows[use.slot] + chunk.token_ids
         if use.save is not None:
-            self._rows[use.save] = self._rows[use.slot]
+            self.rows[use.save] = self.rows[use.slot]
 
     def _num_drawn(self, request_id: str) -> int:
         """How many tokens plans in flight but the last will draw for a request."""
@@ -350,14 +350,14 @@ class KvOracle:
             block = chunk.block_table[position // self._size]
             offset = position % self._size
             assert num_holders[block] == 1, "a slot that another request reads would be written"
-            is_free = self._kv[block][offset] is None or (block, offset) in self._stale
+            is_free = self.kv[block][offset] is None or (block, offset) in self._stale
             assert is_free, "a slot is written twice, or was not cleared"
             self._stale.discard((block, offset))
             cell = POISON if is_faulty else _cell(token, position, namespace)
-            self._kv[block][offset] = cell
+            self.kv[block][offset] = cell
             if chunk.window is not None:
                 block = chunk.window.blocks[position // self._size - chunk.window.first]
-                window = self._window_kv[block]
+                window = self.window_kv[block]
                 is_free = window[offset] is None or (block, offset) in self._stale_windows
                 assert is_free, "a slot of a window block is written twice, or was not cleared"
                 self._stale_windows.discard((block, offset))
@@ -380,7 +380,7 @@ class KvOracle:
             return  # a chunk before it has written nothing, and its own result is dropped
         end = chunk.start + len(chunk.token_ids)
         namespace = record.request.namespace
-        held = [cell for block in chunk.block_table for cell in self._kv[block]][:end]
+        held = [cell for block in chunk.block_table for cell in self.kv[block]][:end]
         tokens = record.history[: end - chunk.num_drafts] + chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
         if chunk.drawn_by is not None and record.request.finished:
             if chunk.token_ids[0] == FAILED:
@@ -392,7 +392,7 @@ class KvOracle:
         want = [(token, position, namespace) for position, token in enumerate(tokens)]
         assert held == want, "the block table does not read back the prefix of its request"
         if chunk.window is not None:
-            seen = [cell for block in chunk.window.blocks for cell in self._window_kv[block]]
+            seen = [cell for block in chunk.window.blocks for cell in self.window_kv[block]]
             first = chunk.window.first * self._size
             assert seen[: end - first] == want[first:], "the window does not read back the tokens before the chunk"
 
@@ -406,7 +406,7 @@ class KvOracle:
             ]
         sampling = chunk.sampling
         if sampling is not None:
-            cells = [cell for block in chunk.block_table for cell in self._kv[block]]
+            cells = [cell for block in chunk.block_table for cell in self.kv[block]]
             drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
             further = []
             for number, row in enumerate(row_chunks(chunk)):

@@ -148,7 +148,7 @@ class Simulation:
         self._budget = budget
         self._max_num_seqs = max_num_seqs
         self._depth, self._in_turns = depth, in_turns
-        self._in_flight: deque[list[StepPlan]] = deque()
+        self.in_flight: deque[list[StepPlan]] = deque()
         self.records: dict[str, Record] = {}
         self.plans: list[StepPlan] = []
 
@@ -208,7 +208,7 @@ class Simulation:
         """Makes a plan and commits the one that has been in flight for `depth` steps."""
         plans = self._schedule()
         outputs: list[RequestOutput] = []
-        while len(self._in_flight) > (self._depth if plans else 0):
+        while len(self.in_flight) > (self._depth if plans else 0):
             outputs += self._commit()
             if plans is None:
                 break
@@ -231,7 +231,7 @@ class Simulation:
     def check_all_done(self) -> None:
         """Every request had one end and the tokens of an undisturbed run; every block is back."""
         assert self.scheduler.is_idle
-        assert not self._in_flight
+        assert not self.in_flight
         self.scheduler.check_idle()
         self._check_memory()
         for record in self.records.values():
@@ -273,7 +273,7 @@ class Simulation:
             lenders = [lender for cache in self.caches for lender in (cache.windows, cache.states)]
             is_copied = any(cache.copies.num_copied for cache in self.caches) or any(one.num_lent for one in lenders)
             is_stopped = self.masks.unmasked or is_reading or is_held or is_led or is_copied
-            assert self._in_flight or self.scheduler.is_idle or is_stopped, "something is runnable"
+            assert self.in_flight or self.scheduler.is_idle or is_stopped, "something is runnable"
             return None
         chunks = [chunk for plan in plans for chunk in plan.chunks]
         assert len(plans) == len(self.caches)
@@ -294,11 +294,11 @@ class Simulation:
             records = [self.records[chunk.request_id] for chunk in plan.chunks]
             assert all(record.request.rank == rank for record in records)
             self.oracles[rank].submit(plan, records)
-        self._in_flight.append(plans)
+        self.in_flight.append(plans)
         return plans
 
     def _commit(self) -> list[RequestOutput]:
-        plans = self._in_flight.popleft()
+        plans = self.in_flight.popleft()
         results = []
         for rank, oracle in enumerate(self.oracles):
             results.append(oracle.execute([r for r in self.records.values() if r.request.rank == rank]))

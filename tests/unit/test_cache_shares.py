@@ -39,7 +39,8 @@ class Shelf:
         return self.cache.peek(prompt + array("i", [-1]), namespace)
 
     def held(self) -> dict[str, int]:
-        return self.cache._tree.victims.num_blocks()
+        holdings = self.cache.tree.victims.holdings
+        return {account: holding.num_blocks for account, holding in holdings.items()}
 
 
 def test_who_fills_the_cache_with_prompts_evicts_its_own() -> None:

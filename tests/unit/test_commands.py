@@ -11,7 +11,7 @@ import pytest
 from moeserve.engine.cache_commands import CacheCommands
 from moeserve.engine.commands import MAX_WAITING, MAX_WAITING_OF_KEY, CommandQueue, Commands
 from moeserve.wire import Control, ControlResult
-from radix_cache import PUBLIC, PrefixCache
+from radix_cache import PUBLIC, PrefixCache, list_prefixes
 from radix_cache.listing import MAX_VISITED_NODES
 from tests.support.cache_invariants import check_invariants
 from tests.support.jobs import finish
@@ -153,13 +153,13 @@ def test_a_listing_visits_no_run_of_others() -> None:
     for number in range(3):
         fill(cache, [*system, *[2000 + number] * SIZE], "a")
         fill(cache, [3000 + number] * SIZE, "a")
-    listing = finish(cache.prefixes(("a",), 10))
+    listing = finish(list_prefixes(cache.tree, ("a",), 10))
     assert (listing.num_visited, len(listing.prefixes), listing.complete) == (6, 6, True)
-    assert sum(lines_of_slices(cache.prefixes(("a",), 10))) < 600
-    everything = finish(cache.prefixes(None, 1000))
+    assert sum(lines_of_slices(list_prefixes(cache.tree, ("a",), 10))) < 600
+    everything = finish(list_prefixes(cache.tree, None, 1000))
     assert everything.num_visited == 1407
     assert sum(cache.drop(("a",))) == 6
-    assert finish(cache.prefixes(("a",), 10)).num_visited == 0
+    assert finish(list_prefixes(cache.tree, ("a",), 10)).num_visited == 0
     check_invariants(cache)
 
 
@@ -167,10 +167,10 @@ def test_a_listing_that_is_cut_short_says_so_and_has_the_newest(monkeypatch: pyt
     assert MAX_VISITED_NODES >= 10_000
     monkeypatch.setattr("radix_cache.listing.MAX_VISITED_NODES", 50)
     for namespace in ("", None):
-        listing = finish(cache_of(60).prefixes(namespace if namespace is None else (namespace,), 1000))
+        listing = finish(list_prefixes(cache_of(60).tree, namespace if namespace is None else (namespace,), 1000))
         assert (listing.num_visited, listing.complete) == (50, False)
         assert {prefix.preview[0] for prefix in listing.prefixes} == set(range(1010, 1060))
-    assert finish(cache_of(50).prefixes(None, 1000)).complete
+    assert finish(list_prefixes(cache_of(50).tree, None, 1000)).complete
 
 
 def test_a_listing_is_in_the_order_of_tokens_saved_then_of_use() -> None:
@@ -178,10 +178,10 @@ def test_a_listing_is_in_the_order_of_tokens_saved_then_of_use() -> None:
     for number in range(40):
         cache.set_time(float(40 * number + number * 7 % 40))
         fill(cache, [*[number % 9] * SIZE, *[100 + number] * SIZE, 1], times=1 + number % 3)
-    everything = finish(cache.prefixes(None, 1000)).prefixes
+    everything = finish(list_prefixes(cache.tree, None, 1000)).prefixes
     keys = [(one.tokens_saved, -one.unused_for) for one in everything]
     assert keys == sorted(keys, reverse=True)
-    best = finish(cache.prefixes(None, 7)).prefixes
+    best = finish(list_prefixes(cache.tree, None, 7)).prefixes
     assert [one.serial for one in best] == [one.serial for one in everything[:7]]
 
 
@@ -189,12 +189,12 @@ def test_a_listing_over_a_cache_that_changes_shows_what_stays_and_nothing_that_i
     cache = cache_of(2000)
     for number in range(20):
         fill(cache, [7, 7, 7, 7, *[1 + number] * SIZE, 1], times=5)
-    job = cache.prefixes(None, 1000)
+    job = list_prefixes(cache.tree, None, 1000)
     next(job)
     # Everything but the twenty is evicted by a new prompt, and a run is split, between two slices.
     fill(cache, [9] * (2000 * SIZE))
     fill(cache, [7, 7, 7, 7, 1, 1, 1, 1, 5])
-    serials = {one.serial for one in finish(cache.prefixes(None, 1000)).prefixes}
+    serials = {one.serial for one in finish(list_prefixes(cache.tree, None, 1000)).prefixes}
     listing = finish(job)
     assert {one.serial for one in listing.prefixes} <= serials
     assert len({one.serial for one in listing.prefixes if one.tokens_saved}) >= 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from functools import reduce
 
 import pytest
 from hypothesis import given
@@ -243,9 +242,9 @@ def test_many_short_namespaces_leave_nothing_behind() -> None:
     for number in range(200):
         remember(cache, tokens(8), f"tenant-{number}")
     check_invariants(cache)
-    assert len(cache._tree.roots) <= 4
-    assert cache._tree.num_nodes <= 8
-    assert len(cache._tree.victims.num_blocks()) <= 4
+    assert len(cache.tree.roots) <= 4
+    assert cache.tree.num_nodes <= 8
+    assert len(cache.tree.victims.holdings) <= 4
 
 
 def test_senseless_block_size_raises() -> None:
@@ -263,26 +262,24 @@ def test_senseless_block_size_raises() -> None:
         lambda cache, lease: setattr(lease, "num_published_tokens", 4),
         lambda cache, lease: setattr(lease, "namespace", "other"),
         lambda cache, lease: cache.counts.duplicates.add(0),
-        lambda cache, lease: cache._leases.clear(),
-        lambda cache, lease: cache._allocator.free([lease.block_ids[2]]),
-        lambda cache, lease: cache._allocator.allocate(1),
+        lambda cache, lease: cache.leases.clear(),
+        lambda cache, lease: cache.counts.allocator.free([lease.block_ids[2]]),
+        lambda cache, lease: cache.counts.allocator.allocate(1),
         lambda cache, lease: setattr(cache.counts, "num_private", 0),
-        lambda cache, lease: cache._tree.acquire(lease.node),
+        lambda cache, lease: cache.tree.acquire(lease.node),
         lambda cache, lease: setattr(lease.node, "pins", 2),
         lambda cache, lease: lease.node.blocks.pop(),
         lambda cache, lease: lease.node.tokens.__setitem__(0, 77),
         lambda cache, lease: setattr(lease.node, "namespace", "other"),
         lambda cache, lease: setattr(lease.node, "parent", None),
-        lambda cache, lease: cache._tree.root("empty"),
-        lambda cache, lease: setattr(cache._tree, "num_blocks", 4),
-        lambda cache, lease: setattr(cache._tree, "num_nodes", 9),
-        lambda cache, lease: setattr(cache._tree, "num_pinned_blocks", 0),
-        lambda cache, lease: cache._tree.victims._holdings[""].queue.clear(),
-        lambda cache, lease: cache._tree.victims._holdings[""].queue.extend(
-            cache._tree.victims._holdings[""].queue * 100
-        ),
-        lambda cache, lease: cache._tree.victims.count("", 1),
-        lambda cache, lease: cache._tree.victims.count("other", 1),
+        lambda cache, lease: cache.tree.root("empty"),
+        lambda cache, lease: setattr(cache.tree, "num_blocks", 4),
+        lambda cache, lease: setattr(cache.tree, "num_nodes", 9),
+        lambda cache, lease: setattr(cache.tree, "num_pinned_blocks", 0),
+        lambda cache, lease: cache.tree.victims.holdings[""].queue.clear(),
+        lambda cache, lease: cache.tree.victims.holdings[""].queue.extend(cache.tree.victims.holdings[""].queue * 100),
+        lambda cache, lease: cache.tree.victims.count("", 1),
+        lambda cache, lease: cache.tree.victims.count("other", 1),
     ],
 )
 def test_check_invariants_notices_a_corrupt_cache(corrupt: Callable[[PrefixCache, Lease], object]) -> None:
@@ -297,14 +294,20 @@ def test_check_invariants_notices_a_corrupt_cache(corrupt: Callable[[PrefixCache
         check_invariants(cache)
 
 
-@pytest.mark.parametrize("counter", ["counts.num_private", "_tree.num_blocks", "_allocator._num_free"])
-def test_check_counts_notices_a_block_too_many(counter: str) -> None:
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda cache: cache.counts.duplicates.add(0),
+        lambda cache: setattr(cache.counts, "num_private", cache.counts.num_private + 1),
+        lambda cache: setattr(cache.tree, "num_blocks", cache.tree.num_blocks + 1),
+        lambda cache: cache.counts.allocator.free([0]),
+    ],
+)
+def test_check_counts_notices_a_block_too_many(corrupt: Callable[[PrefixCache], object]) -> None:
     cache = PrefixCache(8, SIZE)
     run(cache, tokens(9))
     cache.counts.check()
-    *path, name = counter.split(".")
-    owner = reduce(getattr, path, cache)
-    setattr(owner, name, getattr(owner, name) + 1)
+    corrupt(cache)
     with pytest.raises(InvariantError, match="9 of 8"):
         cache.counts.check()
 

@@ -298,14 +298,15 @@ def test_without_caching_no_row_is_used() -> None:
 def test_a_lost_row_is_found() -> None:
     cache = stateful(2)
     prefill(cache, TALK[:20], [8])
-    cache.states.table._free.clear()
+    rows = cache.states.table.rows
+    cache.states.table.rows = range(rows.start, rows.stop + 1)
     with pytest.raises(InvariantError):
         cache.counts.check()
 
 
 def walk(cache: PrefixCache) -> dict[tuple[str, tuple[int, ...]], Snapshot]:
     """The snapshots of the tree by namespace and prefix."""
-    tree, found = cache._tree, {}
+    tree, found = cache.tree, {}
     nodes = list(tree.roots.values())
     for node in nodes:
         nodes += node.children.values()
@@ -357,7 +358,7 @@ class World:
     def known(self, namespace: str, tokens: array[int]) -> int:
         """The leading blocks whose KV is in the tree, as a plain cache would match them."""
         whole = (len(tokens) - 1) // self.size * self.size
-        return self.cache._tree.depth(namespace, tokens[:whole].tobytes())
+        return self.cache.tree.depth(namespace, tokens[:whole].tobytes())
 
     def gain(self, key: tuple[str, tuple[int, ...]]) -> int:
         namespace, prefix = key
@@ -411,7 +412,7 @@ class World:
 
     def continuations(self, namespace: str, prefix: tuple[int, ...]) -> set[tuple[int, ...]]:
         """The blocks that follow a prefix in the tree."""
-        tree, found = self.cache._tree, set()
+        tree, found = self.cache.tree, set()
         nodes = [tree.roots[namespace]]
         for node in nodes:
             nodes += node.children.values()
@@ -440,7 +441,7 @@ class World:
 
     def follow_blocks(self) -> None:
         """Snapshots whose KV the cache has evicted are gone."""
-        tree = self.cache._tree
+        tree = self.cache.tree
         for key in list(self.kept):
             namespace, prefix = key
             if tree.depth(namespace, array("i", prefix).tobytes()) * self.size < len(prefix):

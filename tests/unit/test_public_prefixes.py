@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from radix_cache import PUBLIC, BudgetError, Lease, MissReason, PrefixCache
+from radix_cache import PUBLIC, BudgetError, Lease, MissReason, PrefixCache, list_prefixes
 from tests.support.cache_invariants import check_invariants, evict_all
 from tests.support.jobs import finish
 from tests.support.parameters import first
@@ -55,8 +55,8 @@ def test_listing_dropping_and_reports_keep_to_ones_own_below_a_public_prefix() -
     use(cache, SYSTEM, PUBLIC)
     use(cache, [*SYSTEM, 1, 1, 1, 1], "a")
     use(cache, [*SYSTEM, 2, 2, 2, 2], "b")
-    assert [prefix.preview for prefix in finish(cache.prefixes(("a",), 10)).prefixes] == [[1, 1, 1, 1]]
-    assert len(finish(cache.prefixes(None, 10)).prefixes) == 3
+    assert [prefix.preview for prefix in finish(list_prefixes(cache.tree, ("a",), 10)).prefixes] == [[1, 1, 1, 1]]
+    assert len(finish(list_prefixes(cache.tree, None, 10)).prefixes) == 3
     tokens = array("i", [*SYSTEM, 2, 2, 2, 3, 3])
     lease = cache.match(tokens, "a")
     assert cache.explain(lease, tokens).reason is MissReason.NEVER_SEEN or 2 not in cache.explain(lease, tokens).nearest
@@ -101,7 +101,7 @@ def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed:
         return [*stem[: draw.randint(0, 24)], *(draw.randint(0, 1) for _ in range(draw.randint(1, 8)))]
 
     def num_public_blocks() -> int:
-        return sum(prefix.num_blocks for prefix in finish(cache.prefixes((PUBLIC,), 1000)).prefixes)
+        return sum(prefix.num_blocks for prefix in finish(list_prefixes(cache.tree, (PUBLIC,), 1000)).prefixes)
 
     def check(lease: Lease, name: str, tokens: array[int], blocks: int) -> int:
         foreign = 0

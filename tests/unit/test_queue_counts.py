@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from contextlib import suppress
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,9 @@ from moeserve.scheduling.pacing import Backlog, Load, Pace, Slo
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.token_sums import TokenSums
 from radix_cache import PrefixCache
+from tests.support.cache_invariants import evict_all
 
+NUM_SEQS, NUM_QUEUED = 4, 8
 TENANTS = [
     Terms("a"),
     Terms("b", weight=2.0, queue=0.5),
@@ -61,104 +62,120 @@ class Queue:
     """A scheduler on a scripted clock, beside the plain computations over all its requests."""
 
     def __init__(self) -> None:
+        self.cache = PrefixCache(60, 4)
+        self.pace = Pace(Slo(1.0, burst_s=2.0), 12, NUM_SEQS)
         self.scheduler = Scheduler(
-            [PrefixCache(60, 4)],
-            max_num_seqs=4,
+            [self.cache],
+            max_num_seqs=NUM_SEQS,
             max_num_batched_tokens=12,
-            max_num_queued_reqs=12,
+            max_num_queued_reqs=NUM_QUEUED,
             max_model_len=200,
-            pace=Pace(Slo(1.0, burst_s=2.0), 12, 4),
+            pace=self.pace,
         )
         self.now = 0.0
-        self.num_added = 0
+        self.num_asked = self.num_taken = self.num_tried = 0
 
-    def requests(self) -> list[Request]:
+    def waiting(self) -> list[Request]:
         return list(self.scheduler.waiting.queue)
 
-    def add(self, tenant: int, prompt: list[int], priority: int) -> None:
+    def running(self) -> list[Request]:
+        waiting = {request.request_id for request in self.waiting()}
+        return [request for name, request in self.scheduler.requests.items() if name not in waiting]
+
+    def add(self, tenant: int, prompt: list[int], priority: int) -> Request:
         scheduler, terms = self.scheduler, TENANTS[tenant]
         # Prompts of four kinds, that share beginnings of any length.
-        request = Request(f"{self.num_added}", array("i", prompt), SamplingParams(3), priority=priority)
+        request = Request(f"{self.num_asked}", array("i", prompt), SamplingParams(3), priority=priority)
         request.terms, request.arrived_at = terms, self.now
-        self.num_added += 1
-        cached = scheduler._memories[0].peek(request)
-        others = [*self.requests(), *scheduler._running.requests]
-        soon = [self._shared(request, other) for other in others]
-        expected = max([cached, *soon])
-        assert min(expected, len(prompt) - 1) <= scheduler._num_cached_soon(request)
-        assert scheduler._sharing.may_wait(terms, 9) == self._may_wait(terms, 9)
-        with suppress(QueueFullError, TooLateError):
+        self.num_asked += 1
+        soon = [self._shared(request, other) for other in scheduler.requests.values()]
+        expected = max([self.cache.peek(request.token_ids), *soon])
+        may_wait = self._may_wait(terms, NUM_QUEUED + max(0, NUM_SEQS - scheduler.num_running))
+        try:
             scheduler.add(request)
+            self.num_taken += 1
+        except QueueFullError:
+            assert not may_wait
+            return request
+        except TooLateError:
+            pass
+        assert may_wait
+        if self.pace.is_bounded(request):
+            assert request.num_uncached_tokens <= len(prompt) - min(expected, len(prompt) - 1)
+        return request
 
     def _shared(self, request: Request, other: Request) -> int:
         """The whole blocks that the request shares with the prompt of another one."""
         mine, theirs = request.token_ids, other.token_ids[: other.num_prompt_tokens]
-        if request.namespace != other.namespace:
-            return 0
         longest = min(len(mine) - 1, len(theirs))
         equal = next((place for place in range(longest) if mine[place] != theirs[place]), longest)
         return equal // 4 * 4
 
     def _may_wait(self, terms: Terms, num_places: int) -> bool:
-        tenants = [r.terms.tenant for r in self.requests() if r.terms.background == terms.background]
+        tenants = [r.terms.tenant for r in self.waiting() if r.terms.background == terms.background]
         is_full = len(tenants) >= num_places
-        allowed = min(terms.queue, self.scheduler._tenants.share(terms) if is_full else 1.0)
+        allowed = min(terms.queue, self._share(terms) if is_full else 1.0)
         return not (is_full or allowed < 1) or tenants.count(terms.tenant) < allowed * num_places
 
+    def _share(self, terms: Terms) -> float:
+        """The tenant's part of the weights of all tenants with requests in the foreground, its own included."""
+        weights = {r.terms.tenant: r.terms.weight for r in self.scheduler.requests.values() if not r.terms.background}
+        weights[terms.tenant] = terms.weight
+        return terms.weight / sum(weights.values())
+
     def check(self, own: int | None) -> None:
-        scheduler = self.scheduler
-        running = Counter(r.terms.tenant for r in scheduler._running.requests if not r.terms.background)
-        backlogs = {}
-        for tenant in scheduler._tenants.active:
-            if tenant.terms.background:
-                continue
-            mine = [r for r in self.requests() if scheduler._tenants.of(r) is tenant]
-            typical = min(round(tenant.request_tokens), scheduler._max_num_batched_tokens)
-            tokens = sum(
-                min(r.num_uncached_tokens, FAR_SHORTER * (own or typical or r.num_uncached_tokens)) for r in mine
-            )
-            name = tenant.terms.tenant
-            backlogs[name] = Backlog(tenant.terms.weight, running[name], len(mine), tokens, typical)
-        assert scheduler._tenants.backlogs(own, scheduler._max_num_batched_tokens) == backlogs
-        assert scheduler._tenants.background_runs == any(r.terms.background for r in scheduler._running.requests)
-        bounded = {r.request_id: r.arrived_at for r in scheduler.waiting.queue if scheduler._pace.is_bounded(r)}
-        telling = scheduler.waiting.queue._telling
-        assert scheduler.waiting.queue.is_awaited == bool(bounded)
-        assert telling.items() <= bounded.items()
-        times = telling.values()
-        assert scheduler.waiting.queue.telling == ((min(times), max(times)) if times else None)
-        candidates = list(scheduler.waiting.queue.candidates())
-        assert sorted(r.request_id for r in candidates) == sorted(r.request_id for r in scheduler.waiting.queue)
-        firsts: dict[int, Request] = {}
+        self._check_load(self.scheduler.load(own), own)
+        queue, waiting = self.scheduler.waiting.queue, self.waiting()
+        arrivals = [r.arrived_at for r in waiting if self.pace.is_bounded(r)]
+        assert queue.is_awaited == bool(arrivals)
+        telling = queue.telling or ()
+        assert set(telling) <= set(arrivals)
+        assert sorted(telling) == list(telling)
+        candidates = list(queue.candidates())
+        assert sorted(r.request_id for r in candidates) == sorted(r.request_id for r in waiting)
+        firsts: dict[tuple[str, bool], Request] = {}
         for request in candidates:
             if request.priority == candidates[0].priority:
-                firsts.setdefault(id(scheduler._tenants.of(request)), request)
-        assert scheduler.waiting.queue.firsts() == list(firsts.values())
+                firsts.setdefault((request.terms.tenant, request.terms.background), request)
+        assert queue.firsts() == list(firsts.values())
+
+    def _check_load(self, load: Load, own: int | None) -> None:
+        waiting, running = self.waiting(), self.running()
+        num_running = Counter(r.terms.tenant for r in running if not r.terms.background)
+        weights = {r.terms.tenant: r.terms.weight for r in [*waiting, *running] if not r.terms.background}
+        assert load.tenants.keys() == weights.keys()
+        for name, backlog in load.tenants.items():
+            mine = [r.num_uncached_tokens for r in waiting if r.terms.tenant == name and not r.terms.background]
+            size = own or backlog.request_tokens
+            tokens = sum(min(other, FAR_SHORTER * size) for other in mine) if size else sum(mine)
+            assert backlog == Backlog(weights[name], num_running[name], len(mine), tokens, backlog.request_tokens)
+        is_awaited = any(backlog.waiting for backlog in load.tenants.values())
+        background_runs = any(r.terms.background for r in running)
+        lacks_memory = bool(self.scheduler.lacking) and is_awaited and not background_runs
+        assert load.places == (max(1, num_running.total()) if lacks_memory else self.pace.num_places())
 
     def late(self) -> list[str]:
         """The requests that are too late, each judged by all that are ahead of it."""
-        scheduler, load = self.scheduler, self.scheduler.load()
+        load = self.scheduler.load()
         found, ahead = [], list[int]()
-        for request in scheduler.waiting.queue.candidates():
-            own, limit_s = request.num_uncached_tokens, scheduler._pace.limit(request)
+        for request in self.scheduler.waiting.queue.candidates():
+            own, limit_s = request.num_uncached_tokens, self.pace.limit(request)
             waited_s = self.now - request.arrived_at
             before = sum(min(other, FAR_SHORTER * own) for other in ahead)
-            behind_s = self._behind(load, len(ahead) + 1 - load.num_free_places, before)
+            behind_s = load.wait_behind_s(len(ahead) + 1 - load.num_free_places, before)
             is_late = waited_s > limit_s or behind_s > 1.2 * limit_s - waited_s
-            if is_late and request.arrival < scheduler._num_tried:
+            if is_late and request.arrival < self.num_tried:
                 found.append(request.request_id)
             else:
                 ahead.append(own)
         return found
-
-    def _behind(self, load: Load, num_places: float, num_tokens: float) -> float:
-        return load.wait_behind_s(num_places, num_tokens)
 
     def step(self, seconds: float) -> None:
         scheduler = self.scheduler
         expected = self.late()
         assert [output.request.request_id for output in scheduler.drop_late()] == expected
         plans = scheduler.schedule()
+        self.num_tried = self.num_taken
         self.now += seconds
         scheduler.set_time(self.now)
         if plans is not None:
@@ -176,11 +193,12 @@ _ABORTS = st.tuples(st.just("abort"), st.integers(0, 40))
 @settings(deadline=None, max_examples=60)
 @given(st.lists(_ADDS | _ADDS | _STEPS | _ABORTS, max_size=60), st.integers(1, 30))
 def test_decisions_are_those_of_the_plain_computation(script: list[tuple], own: int) -> None:
-    queue = Queue()
+    queue, prompts = Queue(), list[list[int]]()
     for what, *rest in script:
         if what == "add":
             tenant, parts, priority = rest
-            queue.add(tenant, [token for part in parts for token in part], priority)
+            prompts.append([token for part in parts for token in part])
+            queue.add(tenant, prompts[-1], priority)
         elif what == "abort":
             queue.scheduler.abort(f"{rest[0]}")
         else:
@@ -191,5 +209,10 @@ def test_decisions_are_those_of_the_plain_computation(script: list[tuple], own: 
         queue.step(0.01)
     queue.check(None)
     assert queue.scheduler.is_idle
-    assert not queue.scheduler._open_prompts._prompts
     queue.scheduler.check_idle()
+    evict_all(queue.cache)
+    for prompt in prompts:
+        # Nothing is expected of the prompts of requests that have ended.
+        request = queue.add(0, prompt, 0)
+        assert request.num_uncached_tokens == len(prompt)
+        queue.scheduler.abort(request.request_id)

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from radix_cache import BudgetError, Lease, PrefixCache
+from radix_cache import BudgetError, Lease, PrefixCache, list_prefixes
 from tests.support.cache_invariants import check_invariants
 from tests.support.jobs import finish
 
@@ -29,7 +29,7 @@ def retain(cache: PrefixCache, prompt: array[int], ttl: float, share: float | No
 
 def retained(cache: PrefixCache) -> set[tuple[int, float]]:
     """Return (hundred of its tokens, seconds left) of every prefix that a retention ends."""
-    found = finish(cache.prefixes(None, 100)).prefixes
+    found = finish(list_prefixes(cache.tree, None, 100)).prefixes
     return {(one.preview[0] // 100, one.retained_for) for one in found if one.retained_for is not None}
 
 
@@ -84,8 +84,8 @@ def test_a_prefix_is_as_recent_as_whatever_goes_on_from_it() -> None:
     cache.set_time(1000.0)
     lease = run(cache, prompt)
     cache.retentions.retain(lease, 8, 60.0)  # splits a run that nobody has released yet
-    assert [one.unused_for for one in finish(cache.prefixes(None, 10)).prefixes] == [0.0, 0.0]
+    assert [one.unused_for for one in finish(list_prefixes(cache.tree, None, 10)).prefixes] == [0.0, 0.0]
     cache.set_time(1001.0)
     cache.release(lease)
     cache.set_time(1003.0)
-    assert [one.unused_for for one in finish(cache.prefixes(None, 10)).prefixes] == [2.0, 2.0]
+    assert [one.unused_for for one in finish(list_prefixes(cache.tree, None, 10)).prefixes] == [2.0, 2.0]

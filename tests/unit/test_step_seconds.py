@@ -9,7 +9,10 @@ from random import Random
 import pytest
 
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepPlan, StepResult, Terms
+from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.pacing import LEAST_PROMPT_TOKENS, Pace, Slo
+from moeserve.scheduling.parts import Part
+from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 
@@ -33,9 +36,23 @@ class Machine:
         return self.step_s + self.row_s * plan.num_tokens + self.position_s * attended
 
 
+class Forecast(Part):
+    """Predicts each step from the steps before it, as the pace does."""
+
+    def __init__(self) -> None:
+        self.predicted: list[float] = []
+        self._cost = CostModel()
+
+    def begin_commit(self, draft: PlanDraft) -> None:
+        self.predicted.append(self._cost.seconds(draft.size.rows, draft.size.attended))
+
+    def counted(self, size: StepSize, seconds: float, *, has_prompts: bool) -> None:
+        self._cost.observe(size.rows, size.attended, seconds)
+
+
 class Clock:
     def __init__(self, machine: Machine, slo: Slo = USUAL, num_ranks: int = 1) -> None:
-        self.machine, self.now = machine, 0.0
+        self.machine, self.now, self.forecast = machine, 0.0, Forecast()
         self.scheduler = Scheduler(
             [PrefixCache(4000, 16) for _ in range(num_ranks)],
             max_num_seqs=64,
@@ -43,9 +60,9 @@ class Clock:
             max_num_queued_reqs=64,
             max_model_len=60_000,
             pace=Pace(slo, BUDGET, 64, num_ranks),
+            parts=[self.forecast],
         )
         self.seconds: list[float] = []
-        self.predicted: list[float] = []
         self.plans: list[StepPlan] = []
 
     def add(self, name: str, num_tokens: int, max_tokens: int = 1, terms: Terms | None = None) -> None:
@@ -62,8 +79,6 @@ class Clock:
         assert plans is not None
         seconds = max(self.machine.seconds(plan) for plan in plans)
         self.now += seconds
-        size = scheduler._in_flight[0].size
-        self.predicted.append(scheduler._pace._cost.seconds(size.rows, size.attended))
         self.seconds.append(seconds)
         self.plans += plans
         results = [
@@ -93,7 +108,7 @@ def test_a_step_is_predicted_to_stay_within_its_bound_at_any_context_with_nobody
     clock.add("long", 15_000)
     while clock.scheduler.num_running > num_decodes or clock.scheduler.num_waiting:
         clock.step()
-    for plan, predicted in zip(clock.plans[1:], clock.predicted[1:], strict=True):
+    for plan, predicted in zip(clock.plans[1:], clock.forecast.predicted[1:], strict=True):
         prompt_tokens = sum(len(c.token_ids) for c in plan.chunks if c.request_id == "long")
         assert predicted <= BOUND_S * 1.001 or prompt_tokens <= LEAST_PROMPT_TOKENS
     # The prediction lags behind a context that grows.
@@ -129,7 +144,7 @@ def test_a_pace_for_running_requests_holds_though_little_of_a_prompt_fits() -> N
     first = len(clock.plans)
     while clock.scheduler.num_running > 20:
         clock.step()
-    assert max(clock.predicted[first:]) <= 0.1 * 1.001
+    assert max(clock.forecast.predicted[first:]) <= 0.1 * 1.001
 
 
 def test_short_requests_pass_a_long_one_whose_chunks_time_cuts_short() -> None:

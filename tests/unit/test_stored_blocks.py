@@ -280,8 +280,7 @@ def test_a_prefix_that_is_read_more_slowly_than_computed_is_computed() -> None:
     ask(second, "c", PROMPT)
     second.settle()
     second.scheduler.count_step(1e-9)
-    tree = second.cache._tree
-    second.cache._free(tree.evict(tree.num_evictable_blocks))
+    second.cache.evict(second.cache.counts.num_cached)
     record = ask(second, "d", PROMPT)
     second.settle()
     assert record.request.num_cached_tokens == 0

@@ -64,7 +64,7 @@ def test_the_chunks_of_a_long_prompt_follow_each_other_without_a_wait() -> None:
     run.add("a", list(range(40)), SamplingParams(max_tokens=1))
     for _ in range(2):
         run.step()
-    assert len(run._in_flight) == 2
+    assert len(run.in_flight) == 2
     run.run_and_check()
     assert [chunk.start for plan in run.plans for chunk in plan.chunks] == [0, 16, 32]
 

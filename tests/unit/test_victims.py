@@ -23,7 +23,7 @@ from tests.support.parameters import first
 
 
 def nodes_of(cache: PrefixCache) -> Iterator[Node]:
-    waiting = list(cache._tree.roots.values())
+    waiting = list(cache.tree.roots.values())
     while waiting:
         node = waiting.pop()
         yield node
@@ -37,12 +37,12 @@ def expected_victims(cache: PrefixCache, taker: str, count: int) -> list[int]:
     below = {node: len(node.children) for node in nodes}
     used = {node: node.last_used for node in nodes}
     rank = {node: 0 if node.retention is None else 1 + node.retention.is_pinned for node in nodes}
-    held = Counter(dict.fromkeys(map(account_of, cache._tree.roots), 0))
+    held = Counter(dict.fromkeys(map(account_of, cache.tree.roots), 0))
     for node in nodes:
         held[account_of(node.namespace)] += len(node.blocks)
-    for lease in cache._leases.values():
+    for lease in cache.leases.values():
         held[account_of(lease.namespace)] += len(lease.block_ids) - lease.num_published_tokens
-    holdings = cache._tree.victims._holdings
+    holdings = cache.tree.victims.holdings
 
     def excess(account: str) -> float:
         holding = holdings[account]
@@ -107,7 +107,7 @@ def test_blocks_go_as_if_every_leaf_was_looked_at(seed: int) -> None:
             expected: list[int] = []
             if 0 < missing <= cache.counts.num_cached:
                 expected = expected_victims(cache, account_of(name), missing)
-            free_before = {block for block in range(120) if not cache._allocator.is_allocated(block)}
+            free_before = {block for block in range(120) if not cache.counts.allocator.is_allocated(block)}
             new = cache.extend(lease, wanted)
             if new is None:
                 cache.release(lease)

@@ -45,8 +45,8 @@ def use(cache: PrefixCache, ids: array[int], namespace: str = "") -> int:
 
 def blocks_of(cache: PrefixCache, ids: array[int], namespace: str = "") -> array[int]:
     """Return the KV blocks of the cached whole blocks of `ids`."""
-    node, _, depth = cache._tree.locate(namespace, ids[: len(ids) // SIZE * SIZE].tobytes())
-    return cache._tree.path(node)[:depth]
+    node, _, depth = cache.tree.locate(namespace, ids[: len(ids) // SIZE * SIZE].tobytes())
+    return cache.tree.path(node)[:depth]
 
 
 @pytest.mark.parametrize(("window", "size", "before"), [(1, 4, 0), (2, 4, 1), (5, 4, 1), (6, 4, 2), (128, 16, 8)])
@@ -239,7 +239,7 @@ class World:
 
     def depth(self, account: str, ids: array[int]) -> int:
         known = (len(ids) - 1) // SIZE
-        while known and self.cache._tree.depth(account, ids[: known * SIZE].tobytes()) < known:
+        while known and self.cache.tree.depth(account, ids[: known * SIZE].tobytes()) < known:
             known -= 1
         there = self.queue.keys() | self.needed()
         return max(
@@ -318,13 +318,13 @@ class World:
 
     def evict_blocks(self, count: int) -> None:
         """Have KV blocks evicted now, so that their window blocks are free before the model makes room."""
-        self.cache._free(self.cache._tree.evict(count, ""))
+        self.cache.evict(count, "")
         self.forget_what_left_the_tree()
 
     def forget_what_left_the_tree(self) -> None:
         for key in list(self.queue):
             account, data = key[0], array("i", key[1])
-            if self.cache._tree.depth(account, data.tobytes()) * SIZE < len(data):
+            if self.cache.tree.depth(account, data.tobytes()) * SIZE < len(data):
                 del self.queue[key]
 
     def end(self) -> None:
