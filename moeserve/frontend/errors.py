@@ -20,6 +20,8 @@ OVERLOADED = "overloaded"
 class ApiError(Exception):
     """A request that is refused or failed. `param` names the field, `code` is for programs, `message` for people.
 
+    Codes are OpenAI's where its API has one.
+
     may_retry: False tells clients of OpenAI and Anthropic, which retry after 5xx by themselves, not to.
     """
 
@@ -28,7 +30,7 @@ class ApiError(Exception):
     _: KW_ONLY
     type: str = "invalid_request_error"
     param: str | None = None
-    code: str | None = None
+    code: str = "invalid_value"
     retry_after_s: float | None = None
     may_retry: bool = True
     close: bool = False
@@ -71,15 +73,35 @@ def openai_error_body(error: ApiError, _: str) -> bytes:
     return error.body()
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """400: the request cannot be served as it is."""
     return ApiError(400, message, param=param, code=code)
+
+
+def missing(param: str) -> ApiError:
+    """400: a field is not there."""
+    return invalid(f"`{param}` is required", param, "missing_required_parameter")
+
+
+def too_many(param: str, most: int, things: str) -> ApiError:
+    """400: a field has more entries than it may."""
+    return invalid(f"`{param}` takes at most {most} {things}", param, "too_many_values")
+
+
+def too_long(param: str, most: int, unit: str) -> ApiError:
+    """400: a text is longer than it may be. unit: characters or bytes."""
+    return invalid(f"`{param}` takes at most {most} {unit}", param, "string_above_max_length")
 
 
 def unsupported(param: str, value: str | None = None) -> ApiError:
     """400: a field, or a value of it, that would change the answer and that this server does not support."""
     what = param if value is None else f"{param}={value}"
     return ApiError(400, f"`{what}` is not supported by this server", param=param, code="unsupported_parameter")
+
+
+def chat_template_failed(message: str) -> ApiError:
+    """400: the model's chat template makes no prompt of the messages."""
+    return invalid(message, "messages", "chat_template_failed")
 
 
 def forbidden(message: str, param: str | None = None, code: str = "insufficient_role") -> ApiError:

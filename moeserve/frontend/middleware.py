@@ -109,7 +109,7 @@ class RequestBoundary:
         # is collected, which is seldom (`launcher.child.collect_seldom`).
         error.with_traceback(None)
         shown = as_api_error(error)
-        log_fields["error"] = shown.code or shown.type
+        log_fields["error"] = shown.code
         if shown.param and (field := _FIELD.match(shown.param)):
             log_fields["field"] = field[0]
         content = self._routes.error_body(path)(shown, request_id)
@@ -124,7 +124,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        return ApiError(error.status_code, str(error.detail), code="invalid_request")
     return internal_error()
 
 

@@ -136,7 +136,6 @@ class UsageBook:
                 return
             until, error = time.time() + refusal.retry_s, _refused(holder, refusal)
             self._shut[holder.name] = until, error
-        assert error.code is not None
         self._rejections[error.code] += 1
         raise replace(error, retry_after_s=max(1.0, until - time.time()))
 

@@ -121,9 +121,7 @@ def test_every_dialect_refuses_a_key_beyond_its_limits_in_its_own_shape(server: 
         assert 1 <= int(response.headers["retry-after"]) <= 86_400
         error = response.json()["error"]
         message = error if isinstance(error, str) else error["message"]
-        assert message.startswith(
-            "The key bob has used 21 of its 20 tokens of this day: they are counted anew at 00:00"
-        )
+        assert "21 of its 20 tokens" in message
         assert isinstance(error, str) == path.startswith("/api"), path
         if path == "/v1/messages":
             assert (response.json()["type"], error["type"]) == ("error", "rate_limit_error")

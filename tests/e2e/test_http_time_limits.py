@@ -83,7 +83,7 @@ def test_a_request_that_the_engine_does_not_take_is_refused_and_aborted(tmp_path
             await exchange.task
             error = json.loads(exchange.writes[0])["error"]
             assert (exchange.status, error["code"]) == (503, "engine_silent")
-            assert error["message"] == "The engine has not taken the request within 0.3 s"
+            assert "0.3 s" in error["message"]
             assert services.admission.in_flight == 0
             await asyncio.to_thread(engine.wait_for, Abort)
 

@@ -146,7 +146,7 @@ def test_bad_messages_are_refused_by_name(messages: Any, param: str) -> None:
 def test_messages_of_what_is_not_served_are_refused(message: dict[str, Any], param: str, named: str) -> None:
     error = refuse(messages=[message])
     assert (error.code, error.param) == ("unsupported_parameter", param)
-    assert error.message == f"`{named}` is not supported by this server"
+    assert named in error.message
 
 
 def test_both_names_of_the_limit_are_known() -> None:

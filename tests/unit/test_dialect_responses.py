@@ -18,6 +18,7 @@ from moeserve.frontend.dialects.internal import (
 )
 from moeserve.frontend.dialects.responses_items import ClientName, Earlier, Named, seal_reasoning
 from moeserve.frontend.errors import ApiError
+from tests.support.refusals import refused
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
@@ -202,7 +203,7 @@ def test_bad_items_are_refused_by_name(items: Any, param: str) -> None:
 )
 def test_what_is_not_text_is_refused_in_words(items: Any, named: str) -> None:
     error = refuse(input=items)
-    assert (error.code, error.message) == ("unsupported_parameter", f"`{named}` is not supported by this server")
+    assert (error.code, named in error.message) == ("unsupported_parameter", True)
 
 
 def test_a_summary_that_only_its_maker_reads_is_refused_in_a_sentence() -> None:
@@ -467,7 +468,7 @@ def nested(place: str, depth: int) -> bytes:
 def test_what_is_nested_too_deeply_is_refused_at_every_depth(place: str) -> None:
     responses.parse(nested(place, 50), FACTS, Earlier())
     for depth in (400, *range(980, 1000), 100_000):
-        with pytest.raises(ApiError, match="nested too deeply"):
+        with refused("invalid_json"):
             responses.parse(nested(place, depth), FACTS, Earlier())
 
 

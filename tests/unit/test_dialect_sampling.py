@@ -14,6 +14,7 @@ from moeserve.frontend.dialects.bodies import BUDGETS, UNSUPPORTED
 from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts, ThoughtOptions
 from moeserve.frontend.errors import ApiError
+from tests.support.refusals import refused
 
 FACTS = ModelFacts(
     names=("tiny", "alias"),
@@ -181,7 +182,8 @@ def test_a_number_of_hundreds_of_digits_is_out_of_bounds(dialect: str, field: st
     ],
 )
 def test_a_refusal_names_its_bounds_in_full(dialect: str, field: str, interval: str) -> None:
-    assert refuse(dialect, **{field: 2**70}).message == f"`{field}` must be {interval}"
+    error = refuse(dialect, **{field: 2**70})
+    assert (error.code, error.param, interval in error.message) == ("invalid_value", field, True)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b"{", b"{}x", b"\xff", b'{"model":"\xff"}', b'"text"'])
@@ -216,22 +218,20 @@ def test_what_is_no_json_number_or_string_is_refused(dialect: str, field: bytes,
 @pytest.mark.parametrize(
     ("body", "fault"),
     [
-        (b" \n", "it is empty"),
-        (b'{"model"', "input data was truncated"),
-        (b"{} {}", "trailing characters (byte 4)"),
-        (b'{"model": "caf\xe9"}', "byte 14 is no UTF-8"),
-        ("{}".encode("utf-16"), "byte 0 is no UTF-8"),
-        (b'{"model": "cut \\ud83d"}', "a \\u escape is half of a surrogate pair"),
-        (b'{"model": "\\ude00 cut"}', "a \\u escape is half of a surrogate pair"),
-        (b'{"model": "\\ud83d\\ude00" "x"}', "expected ',' or '}' (byte 25)"),
+        (b" \n", "empty"),
+        (b'{"model"', "truncated"),
+        (b"{} {}", "(byte 4)"),
+        (b'{"model": "caf\xe9"}', "byte 14"),
+        ("{}".encode("utf-16"), "byte 0"),
+        (b'{"model": "cut \\ud83d"}', "surrogate"),
+        (b'{"model": "\\ude00 cut"}', "surrogate"),
+        (b'{"model": "\\ud83d\\ude00" "x"}', "(byte 25)"),
     ],
     ids=range(8),
 )
 def test_the_fault_of_a_body_that_is_no_json_is_named(dialect: str, body: bytes, fault: str) -> None:
-    with pytest.raises(ApiError) as caught:
+    with refused("invalid_json", None, fault):
         PARSERS[dialect](body, FACTS)
-    error = caught.value
-    assert (error.code, error.message) == ("invalid_json", f"The body is not valid JSON in UTF-8: {fault}")
 
 
 def test_a_byte_order_mark_before_a_body_is_passed_over(dialect: str) -> None:
@@ -281,7 +281,7 @@ def test_fields_without_effect_are_ignored_and_named(dialect: str) -> None:
 def test_for_an_unknown_model_the_served_one_is_named(dialect: str) -> None:
     error = refuse(dialect, model="gpt-9")
     assert (error.status, error.code, error.param) == (404, "model_not_found", "model")
-    assert error.message == "The model `gpt-9` does not exist: this server has `tiny` or `alias`"
+    assert all(name in error.message for name in ("gpt-9", "tiny", "alias"))
 
 
 @pytest.mark.parametrize("model", [None, ""])

@@ -17,6 +17,7 @@ from moeserve.frontend.key_file import ADMIN, USER, Rights
 from moeserve.frontend.keys import ANYONE, Identity, load_keys
 from moeserve.plan import Terms
 from moeserve.scheduling.pacing import Backlog, Load, Slo
+from tests.support.refusals import refused
 
 ANY, A, B = Terms(), Terms("a"), Terms("b")
 SECRET = "5e" * 32
@@ -41,7 +42,7 @@ def load(limit_s: float, **tenants: Backlog) -> Load:
     return Load(100.0, limit_s, 1.0, 16, 8, 1.0, 16, tenants)
 
 
-def refused(admission: Admission, num_choices: int, capacity: int, terms: Terms = ANY) -> ApiError:
+def answer_to(admission: Admission, num_choices: int, capacity: int, terms: Terms = ANY) -> ApiError:
     with pytest.raises(ApiError) as caught, admission.hold(num_choices, capacity, terms):
         pytest.fail("it was taken in")
     return caught.value
@@ -51,7 +52,7 @@ def test_choices_are_counted_and_those_too_many_now_are_refused() -> None:
     taken, rejections = admission()
     with taken.hold(3, 8, ANY), taken.hold(4, 8, ANY):
         assert not taken.idle.is_set()
-        error = refused(taken, 2, 8)
+        error = answer_to(taken, 2, 8)
         assert (error.status, error.code, rejections) == (503, "queue_full", {"queue_full": 1})
         with taken.hold(1, 8, ANY):
             assert taken.in_flight == 8
@@ -63,7 +64,7 @@ def test_one_request_cannot_ask_for_more_than_a_part_of_all_places(capacity: int
     taken, _ = admission()
     with taken.hold(most, capacity, ANY):
         pass
-    error = refused(taken, most + 1, capacity)
+    error = answer_to(taken, most + 1, capacity)
     assert (error.status, error.param) == (400, "n")
 
 
@@ -72,21 +73,21 @@ def test_a_key_finds_its_share_of_places_whatever_another_one_holds() -> None:
     with ExitStack() as held:
         for _ in range(16):
             held.enter_context(taken.hold(1, 16, A))
-        assert refused(taken, 1, 16, A).code == "queue_full"
+        assert answer_to(taken, 1, 16, A).code == "queue_full"
         for _ in range(8):
             held.enter_context(taken.hold(1, 16, B))
-        assert refused(taken, 1, 16, B).code == "queue_full"
+        assert answer_to(taken, 1, 16, B).code == "queue_full"
         heavy = Terms("c", weight=2.0)
         for _ in range(8):
             held.enter_context(taken.hold(1, 16, heavy))
-        assert refused(taken, 1, 16, heavy).code == "queue_full"
+        assert answer_to(taken, 1, 16, heavy).code == "queue_full"
 
 
 def test_a_key_with_a_part_of_the_places_gets_no_more_of_an_empty_service() -> None:
     taken, rejections = admission()
     half = Terms("a", queue=0.5)
     with taken.hold(4, 8, half):
-        error = refused(taken, 1, 8, half)
+        error = answer_to(taken, 1, 8, half)
         assert (error.status, error.code, rejections["key_queue_full"]) == (429, "key_queue_full", 1)
         assert error.retry_after_s is not None
         with taken.hold(4, 8, B):
@@ -97,7 +98,7 @@ def test_background_requests_leave_the_places_of_others_alone() -> None:
     taken, _ = admission()
     background = Terms(patient=True, background=True)
     with taken.hold(4, 8, background), taken.hold(4, 8, background):
-        refused(taken, 1, 8, background)
+        answer_to(taken, 1, 8, background)
         with taken.hold(4, 8, ANY):
             pass
 
@@ -105,7 +106,7 @@ def test_background_requests_leave_the_places_of_others_alone() -> None:
 def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
     taken, rejections = admission(jitter=0.5)
     taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 6, 96, 16)))
-    error = refused(taken, 1, 64, A)
+    error = answer_to(taken, 1, 64, A)
     assert (error.status, error.code, rejections) == (503, "overloaded", {"overloaded": 1})
     assert error.retry_after_s == pytest.approx(7.0 * 1.125)
     with taken.hold(1, 64, B):
@@ -118,7 +119,7 @@ def test_nobody_waits_for_requests_that_have_all_left() -> None:
     taken, _ = admission()
     with taken.hold(1, 64, A):
         taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 6, 96, 16)))
-        assert refused(taken, 1, 64, A).code == "overloaded"
+        assert answer_to(taken, 1, 64, A).code == "overloaded"
     with taken.hold(1, 64, A):
         assert taken.in_flight == 1
 
@@ -138,27 +139,27 @@ def test_what_will_have_been_done_since_the_engine_told_its_load_is_not_waited_f
     clock = Clock()
     taken, _ = admission(clock)
     taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 5, 80, 16)))
-    refused(taken, 1, 64, A)
+    answer_to(taken, 1, 64, A)
     with ExitStack() as held:
         clock.now += 0.5
-        refused(taken, 1, 64, A)
+        answer_to(taken, 1, 64, A)
         clock.now += 0.5
         held.enter_context(taken.hold(1, 64, A))
-        refused(taken, 1, 64, A)
+        answer_to(taken, 1, 64, A)
         clock.now += 100.0
-        refused(taken, 1, 64, A)
+        answer_to(taken, 1, 64, A)
         taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 0, 0, 16)))
         for _ in range(5):
             held.enter_context(taken.hold(1, 64, A))
             clock.now += 0.25
-        refused(taken, 1, 64, A)
+        answer_to(taken, 1, 64, A)
 
 
 def test_each_of_several_frontends_leaves_room_for_those_that_the_others_send_away() -> None:
     for num_frontends in (1, 3):
         taken = Admission(Counter(), lambda: 0.0, Clock(), num_frontends)
         taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 6, 96, 16)))
-        times = [refused(taken, 1, 64, A).retry_after_s for _ in range(3)]
+        times = [answer_to(taken, 1, 64, A).retry_after_s for _ in range(3)]
         assert times == pytest.approx([7.0, 7.0 + num_frontends, 7.0 + 2 * num_frontends])
 
 
@@ -168,7 +169,7 @@ def test_choices_that_the_engine_has_not_counted_yet_count_as_well() -> None:
     taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 2, 32, 16)))
     clock.now += 0.1
     with taken.hold(3, 64, A):
-        assert refused(taken, 1, 64, A).code == "overloaded"
+        assert answer_to(taken, 1, 64, A).code == "overloaded"
         told = load(limit_s=5.0, a=Backlog(1.0, 8, 0, 0, 16))
         taken.on_load(Load(101.0, 5.0, 1.0, 16, 8, 1.0, 16, told.tenants))
         with taken.hold(1, 64, A):
@@ -178,7 +179,7 @@ def test_choices_that_the_engine_has_not_counted_yet_count_as_well() -> None:
 def test_a_request_with_a_time_of_its_own_is_refused_by_that() -> None:
     taken, _ = admission()
     taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 2, 32, 16)))
-    refused(taken, 1, 64, Terms("a", ttft_s=1.0))
+    answer_to(taken, 1, 64, Terms("a", ttft_s=1.0))
     with taken.hold(1, 64, Terms("a", ttft_s=4.0)):
         pass
 
@@ -187,12 +188,12 @@ def test_those_who_are_sent_away_are_told_to_come_back_one_after_another() -> No
     clock = Clock()
     taken, _ = admission(clock)
     taken.on_load(load(limit_s=1.0, a=Backlog(1.0, 8, 4, 64, 16)))
-    told = [refused(taken, 1, 64, A).retry_after_s for _ in range(80)]
+    told = [answer_to(taken, 1, 64, A).retry_after_s for _ in range(80)]
     assert told[:4] == [5.0, 6.0, 7.0, 8.0]
     assert max(seconds or 0.0 for seconds in told) == 60.0
     clock.now += 50.0
     taken.on_load(load(limit_s=1.0, a=Backlog(1.0, 8, 4, 64, 16)))
-    assert refused(taken, 1, 64, A).retry_after_s == pytest.approx(11.0)
+    assert answer_to(taken, 1, 64, A).retry_after_s == pytest.approx(11.0)
 
 
 def test_readiness_ends_when_a_newcomer_would_be_refused() -> None:
@@ -239,9 +240,9 @@ def test_only_some_keys_may_be_more_urgent_than_others(identity: Identity, allow
         terms(identity, priority=-1)
         assert terms(identity, "tpot:20ms").tpot_s == pytest.approx(0.02)
         return
-    with pytest.raises(ApiError, match="priority"):
+    with refused("insufficient_role", "priority"):
         terms(identity, priority=-1)
-    with pytest.raises(ApiError, match=r"tpot may be at least 0\.1s"):
+    with refused("invalid_value", "x-moeserve-slo", "0.1s"):
         terms(identity, "tpot:20ms")
 
 
@@ -249,7 +250,7 @@ def test_a_request_may_bring_times_of_its_own_within_those_of_the_service() -> N
     asked = terms(PLAIN, "ttft:500ms, tpot:2s")
     assert (asked.ttft_s, asked.tpot_s) == (0.5, 2.0)
     for header in ("ttft:31s", "ttft:0s", "ttft", "e2e:1s", "ttft:1s,ttft:2s", "ttft:-1s", "ttft:nan"):
-        with pytest.raises(ApiError, match="x-moeserve-slo") as caught:
+        with refused("invalid_value", "x-moeserve-slo") as caught:
             terms(PLAIN, header)
         assert caught.value.status == 400
 
@@ -258,7 +259,7 @@ def test_background_requests_are_patient_and_have_no_priority() -> None:
     asked = terms(PLAIN, background=True)
     assert asked.background
     assert asked.patient
-    with pytest.raises(ApiError, match="`background`"):
+    with refused("invalid_value", "background"):
         terms(PLAIN, background=True, priority=1)
 
 

@@ -15,6 +15,7 @@ from moeserve.frontend.key_file import read_line
 from moeserve.frontend.keys import ANYONE, AuthGate, Identity, KeyRing, cache_namespace, load_keys, warn_of_readers
 from moeserve.frontend.route import RouteTable
 from moeserve.frontend.routes.table import ROUTES
+from tests.support.refusals import refused
 
 KEYS = KeyRing(map(read_line, ["user:u", "metrics:m", "admin:a", "user:both", "metrics:both"]))
 SECRET = "5e" * 32
@@ -86,7 +87,7 @@ def test_roles_open_their_routes(path: str, allowed: set[bytes]) -> None:
 
 
 def test_a_refusal_tells_how_to_get_in() -> None:
-    with pytest.raises(ApiError, match="--api-key-file"):
+    with refused("insufficient_role", None, "--api-key-file"):
         enter("/reset_prefix_cache", (b"authorization", b"Bearer u"))
 
 

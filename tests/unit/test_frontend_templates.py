@@ -11,6 +11,7 @@ from moeserve.frontend.dialects.internal import ChatPrompt, Tool
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.prepare.templates import ChatTemplate, TemplateError, guard_prompt, load_chat_template
 from moeserve.frontend.text import CUT_MARKS, TextTokenizer
+from tests.support.refusals import refused
 from tests.support.tiny_model import ASSISTANT, BOS, END, TEMPLATE, USER, byte_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -65,7 +66,7 @@ def test_what_a_template_may_not_do_is_an_error_of_the_request(source: str) -> N
 
 
 def test_the_reason_a_template_gives_reaches_the_client() -> None:
-    with pytest.raises(ApiError, match="system comes first"):
+    with refused("chat_template_failed", "messages", "system comes first"):
         render("{{ raise_exception('system comes first') }}")
 
 
@@ -275,7 +276,7 @@ def test_several_calls_reach_templates_that_take_one_at_a_time() -> None:
 
 
 def test_the_first_refusal_is_told() -> None:
-    with pytest.raises(ApiError, match="never"):
+    with refused("chat_template_failed", "messages", "never"):
         render("{{ raise_exception('never') }}", LATER_SYSTEM)
 
 
@@ -290,7 +291,7 @@ def test_a_continued_message_ends_the_prompt_as_it_is() -> None:
 
 
 def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
-    with pytest.raises(ApiError, match="cannot be continued"):
+    with refused("chat_template_failed", "messages"):
         render_prompt(
             ChatTemplate("x"), TOKENIZER, ChatPrompt([{"role": "assistant", "content": "a"}], continue_final=True)
         )

@@ -16,7 +16,6 @@ import pytest
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.dialects.responses_items import Named
-from moeserve.frontend.errors import ApiError
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.jobs.runner import pack_entries
 from moeserve.frontend.keys import KeyRing
@@ -27,6 +26,7 @@ from moeserve.frontend.store.idempotency import Name
 from moeserve.frontend.store.jobs import StoredJob
 from moeserve.frontend.store.store import Bounds, NoRoom, Shelf, Store, drop_old
 from moeserve.frontend.usage import UsageBook
+from tests.support.refusals import refused
 from tests.support.stores import LARGE, shelves
 
 MakeShelf = Callable[..., Shelf]
@@ -72,7 +72,7 @@ def test_a_key_names_one_job_of_one_caller_until_that_fails_or_is_old(shelf: Mak
         return None if found is None else found.kept_id
 
     assert [create(shelf(), job_id, name=NAME) for job_id in ("a", "b")] == ["a", "a"]
-    with pytest.raises(ApiError, match="another request"):
+    with refused("idempotency_key_reused", "Idempotency-Key"):
         create(shelf(), "c", name=Name(NAME.key, b"else"))
     assert named(b"other caller") is None
     jobs.end(shelf(), "a", "failed", failure=b"x")
@@ -90,7 +90,7 @@ def test_a_caller_has_so_many_open_jobs(shelf: MakeShelf, monkeypatch: pytest.Mo
     monkeypatch.setattr(limits, "MAX_OPEN_JOBS_PER_KEY", 2)
     for job_id in ("a", "b"):
         create(shelf(), job_id)
-    with pytest.raises(ApiError, match="2 responses"):
+    with refused("too_many_jobs", None, "2"):
         create(shelf(), "c")
     create(shelf(b"other"), "d")
     jobs.end(shelf(), "a", "done")

@@ -18,11 +18,11 @@ from moeserve.frontend.dialects import responses as dialect
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.dialects.responses_items import Earlier, Named
-from moeserve.frontend.errors import ApiError
 from moeserve.frontend.listing import Page
 from moeserve.frontend.store import responses
 from moeserve.frontend.store.file import VERSION, connect, prepare
 from moeserve.frontend.store.store import Shelf
+from tests.support.refusals import refused
 from tests.support.stores import LARGE, shelves
 
 MakeShelf = Callable[..., Shelf]
@@ -92,9 +92,9 @@ def test_named_items_of_more_than_a_conversation_are_refused(shelf: MakeShelf, m
         keep(shelf(), number, ["." * 20_000])
     named = [item_id(number, 0) for number in range(3)]
     assert len(responses.earlier(shelf(), Named(None, None, named[:2])).items) == 2
-    with pytest.raises(ApiError, match="refers to kept items of more than") as refused:
+    with refused("too_many_values", "input") as caught:
         responses.earlier(shelf(), Named(None, None, named))
-    assert refused.value.status == 400
+    assert caught.value.status == 400
 
 
 def test_one_item_that_is_named_again_and_again_counts_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_one_item_that_is_named_again_and_again_counts_each_time(monkeypatch: py
         dialect.parse(json.dumps({"model": "tiny", "input": references}).encode(), FACTS, earlier)
 
     read(2)
-    with pytest.raises(ApiError, match="refers to kept items of more than"):
+    with refused("too_many_values", "input"):
         read(3)
 
 
@@ -115,7 +115,7 @@ def test_a_body_that_names_more_items_than_a_conversation_may_have_asks_for_none
     references = [{"id": f"msg_{number}"} for number in range(limits.MAX_MESSAGES + 1)]
     body = json.dumps({"model": "tiny", "previous_response_id": "resp_1", "input": references}).encode()
     assert dialect.earlier_names(body) is None
-    with pytest.raises(ApiError, match="at most 4096 items"):
+    with refused("too_many_values", "input", "4096"):
         dialect.parse(body, FACTS, Earlier())
 
 
@@ -167,7 +167,7 @@ def test_pages_are_parts_of_the_list_in_its_order(
 
         if page.after is not None and page.after not in names:
             for find in (lambda: listed(shelf(), made.conversation_id, page), of_input):
-                with pytest.raises(ApiError, match="not in this list"):
+                with refused("invalid_value", "after"):
                     find()
             return
         rest = order[order.index(page.after) + 1 :] if page.after is not None else order

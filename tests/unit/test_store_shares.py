@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from moeserve.frontend.dialects.batch_lines import LinePlace
 from moeserve.frontend.dialects.responses_answer import KeptResponse
-from moeserve.frontend.errors import ApiError
 from moeserve.frontend.listing import Page
 from moeserve.frontend.store import batches, files, jobs, responses
 from moeserve.frontend.store.store import Bounds, Crowded, NoRoom, Shelf, Store, drop_old, store_full
 from tests.support.examples import examples
+from tests.support.refusals import refused
 from tests.support.stores import add_file, shelves
 
 MakeShelf = Callable[..., Shelf]
@@ -135,9 +135,9 @@ def test_the_refusal_names_the_share(tmp_path: Path) -> None:
     async def run() -> None:
         store = Store(tmp_path / "store", Bounds(2**20, 1e9, lambda _: 0.5))
         await store.start()
-        with pytest.raises(ApiError, match=r"up to 0\.5 MiB") as refused:
+        with refused("store_full", None, "0.5 MiB") as caught:
             await store.write(A, lambda shelf: jobs.create(shelf, "a", b"." * 2**20, "me", None, None))
-        assert (refused.value.status, refused.value.code) == (429, "store_full")
+        assert caught.value.status == 429
         await store.stop()
 
     asyncio.run(run())

@@ -12,7 +12,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import decimals
-from moeserve.frontend.errors import ApiError, invalid, unsupported
+from moeserve.frontend.errors import ApiError, invalid, too_many, unsupported
 
 _ABSENT = frozenset({b"null"})
 _OFF = frozenset({b"null", b"false"})
@@ -170,7 +170,7 @@ def _check_counts(name: str, conversation: msgspec.Raw) -> None:
     """Raise ApiError for more messages, parts or calls than any dialect takes, before an object is made of each."""
     messages, num_calls = _entries(conversation), 0
     if len(messages) > limits.MAX_MESSAGES:
-        raise invalid(f"`{name}` takes at most {limits.MAX_MESSAGES} entries", name, "too_many_values")
+        raise too_many(name, limits.MAX_MESSAGES, "entries")
     for number, message in enumerate(messages):
         if not _begins(message, "{"):
             continue
@@ -180,7 +180,7 @@ def _check_counts(name: str, conversation: msgspec.Raw) -> None:
             raise invalid(f"`{name}` take at most {limits.MAX_CALLS} calls", name, "too_many_values")
         if len(_entries(lists.content)) > limits.MAX_CONTENT_PARTS:
             where = f"{name}[{number}].content"
-            raise invalid(f"`{where}` takes at most {limits.MAX_CONTENT_PARTS} parts", where, "too_many_values")
+            raise too_many(where, limits.MAX_CONTENT_PARTS, "parts")
 
 
 def _entries(value: msgspec.Raw) -> list[msgspec.Raw]:
@@ -203,7 +203,7 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
     """Raise ApiError for more metadata than OpenAI's API takes."""
     metadata = metadata or {}
     if len(metadata) > limits.MAX_METADATA_ENTRIES:
-        raise invalid(f"`metadata` takes at most {limits.MAX_METADATA_ENTRIES} entries", "metadata")
+        raise too_many("metadata", limits.MAX_METADATA_ENTRIES, "entries")
     longest_key, longest_value = limits.MAX_METADATA_KEY_CHARS, limits.MAX_METADATA_VALUE_CHARS
     if any(len(key) > longest_key or len(value) > longest_value for key, value in metadata.items()):
         raise invalid(
@@ -239,7 +239,7 @@ def _wrong_type(message: str, expected: type[msgspec.Struct]) -> ApiError:
     if param in (spans := _spans(expected)) and re.match(r"Expected `\w+` [<>]", reason):
         return _beyond(str(param), *spans[str(param)])
     name = f"Invalid value for `{param}`: " if param else "Invalid body: "
-    return invalid(name + reason[:1].lower() + reason[1:], param)
+    return invalid(name + reason[:1].lower() + reason[1:], param, "invalid_type")
 
 
 @cache

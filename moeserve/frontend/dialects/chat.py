@@ -39,7 +39,7 @@ from moeserve.frontend.dialects.internal import (
     Usage,
     Writing,
 )
-from moeserve.frontend.errors import invalid, unsupported
+from moeserve.frontend.errors import invalid, missing, too_long, too_many, unsupported
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import PromptProgress, SamplingParams
 
@@ -171,7 +171,7 @@ def _tool(tool: ToolBody, where: str) -> Tool:
         body = tool.custom
         return make_custom_tool(body.name, body.description, body.format, where, limits.MAX_CHAT_TOOL_NAME_CHARS)
     if tool.type == "custom" or tool.function is None:
-        raise invalid(f"`{where}` is required", where)
+        raise missing(where)
     return _function(tool.function, where)
 
 
@@ -229,7 +229,7 @@ def _named_tool(choice: Any, where: str) -> str:
 def _name_in(function: Any, where: str) -> str:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise invalid(f"`{where}.name` is required", f"{where}.name")
+        raise missing(f"{where}.name")
     return name
 
 
@@ -239,7 +239,7 @@ def _variables(chat: ChatBody) -> tuple[dict[str, Any], dict[str, tuple[str, ...
     asked = chat.chat_template_kwargs or {}
     if len(asked) > limits.MAX_TEMPLATE_VARIABLES:
         most = limits.MAX_TEMPLATE_VARIABLES
-        raise invalid(f"`chat_template_kwargs` takes at most {most} entries", "chat_template_kwargs")
+        raise too_many("chat_template_kwargs", most, "entries")
     variables: dict[str, Any] = {}
     switches: dict[str, tuple[str, ...]] = {}
     for name, value in asked.items():
@@ -249,7 +249,7 @@ def _variables(chat: ChatBody) -> tuple[dict[str, Any], dict[str, tuple[str, ...
         if not isinstance(value, bool | int | float | str | None):
             raise invalid(f"`{param}` must be a boolean, a number or a string", param)
         if isinstance(value, str) and len(value) > limits.MAX_TEMPLATE_VARIABLE_CHARS:
-            raise invalid(f"`{param}` takes at most {limits.MAX_TEMPLATE_VARIABLE_CHARS} characters", param)
+            raise too_long(param, limits.MAX_TEMPLATE_VARIABLE_CHARS, "characters")
         if value is not None:
             variables[name] = value
             switches[param] = (name,)
@@ -418,7 +418,7 @@ def check_prefix(body: PrefixBody, others: Collection[str]) -> None:
     prefix_fields = MESSAGE_FIELDS if body.prompt is None else {"prompt"}
     for name in body.__struct_fields__:
         if name not in prefix_fields and name not in others and _asks(name, getattr(body, name)):
-            raise invalid(f"`{name}` has no effect on a prefix here: leave it out", name)
+            raise invalid(f"`{name}` has no effect on a prefix here: leave it out", name, "unsupported_parameter")
 
 
 def _asks(name: str, value: Any) -> bool:

@@ -13,7 +13,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.fields import CacheBreakpoint, read_breakpoint
 from moeserve.frontend.dialects.internal import Tool, ToolChoice
-from moeserve.frontend.errors import invalid, unsupported
+from moeserve.frontend.errors import invalid, missing, too_long, too_many, unsupported
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]+")
 CUSTOM_INPUT = "input"  # the one parameter by which a model knows the text of a custom tool
@@ -45,10 +45,10 @@ def make_tool(
     name = check_tool_name(name, f"{where}.name", longest_name)
     if description is not None and len(description) > limits.MAX_TOOL_DESCRIPTION_CHARS:
         longest = limits.MAX_TOOL_DESCRIPTION_CHARS
-        raise invalid(f"`{where}.description` takes at most {longest} characters", f"{where}.description")
+        raise too_long(f"{where}.description", longest, "characters")
     if parameters is not None and len(msgspec.json.encode(parameters)) > limits.MAX_TOOL_SCHEMA_BYTES:
         largest = limits.MAX_TOOL_SCHEMA_BYTES
-        raise invalid(f"`{where}.{schema_field}` takes at most {largest} bytes", f"{where}.{schema_field}")
+        raise too_long(f"{where}.{schema_field}", largest, "bytes")
     return Tool(name, description, parameters, bool(strict))
 
 
@@ -65,7 +65,7 @@ def check_tools(found: Sequence[tuple[Tool, str]], where: str = "tools") -> tupl
     found: each with the field that an error names.
     """
     if len(found) > limits.MAX_TOOLS:
-        raise invalid(f"`{where}` takes at most {limits.MAX_TOOLS} tools", where)
+        raise too_many(where, limits.MAX_TOOLS, "tools")
     tools: dict[str, Tool] = {}
     for tool, path in found:
         if tool.name in tools:
@@ -178,7 +178,7 @@ def read_prediction(prediction: Prediction | None) -> str:
     if prediction.type != "content":
         raise unsupported("prediction.type", prediction.type[:40])
     if prediction.content is None:
-        raise invalid("`prediction.content` is required", "prediction.content")
+        raise missing("prediction.content")
     return _content_text(prediction.content, "prediction")
 
 
@@ -187,7 +187,7 @@ def read_messages(messages: list[ChatMessage] | None) -> list[dict[str, Any]]:
     if not messages:
         raise invalid("`messages` must hold at least one message", "messages")
     if len(messages) > limits.MAX_MESSAGES:
-        raise invalid(f"`messages` takes at most {limits.MAX_MESSAGES} messages", "messages")
+        raise too_many("messages", limits.MAX_MESSAGES, "messages")
     if sum(len(message.tool_calls or ()) for message in messages) > limits.MAX_CALLS:
         raise invalid(f"`messages` take at most {limits.MAX_CALLS} calls", "messages")
     read: list[dict[str, Any]] = []
@@ -197,7 +197,7 @@ def read_messages(messages: list[ChatMessage] | None) -> list[dict[str, Any]]:
         if message.role not in ROLES:
             raise invalid(f"`{where}.role` must be one of {', '.join(sorted(ROLES))}", f"{where}.role")
         if message.content is None and message.role in ("user", "system", "developer"):
-            raise invalid(f"`{where}.content` is required", f"{where}.content")
+            raise missing(f"{where}.content")
         content, of_tool = message.content, message.role in ("tool", "function")
         if message.role == "assistant" and isinstance(content, list):
             content = [part for part in content if part.type != "thinking"]
@@ -245,7 +245,7 @@ def _add_assistant_parts(plain: dict[str, Any], message: ChatMessage, where: str
         call_id = made_up_id(index, str(called.name))
         calls.append(_function(called, call_id, f"{where}.function_call"))
     if len(calls) > limits.MAX_CALLS_PER_MESSAGE:
-        raise invalid(f"`{where}.tool_calls` takes at most {limits.MAX_CALLS_PER_MESSAGE} calls", f"{where}.tool_calls")
+        raise too_many(f"{where}.tool_calls", limits.MAX_CALLS_PER_MESSAGE, "calls")
     if calls:
         plain["tool_calls"] = calls
         return str(calls[-1]["id"])
@@ -267,7 +267,7 @@ def _call(call: MessageCall, where: str, index: int) -> dict[str, Any]:
     if call.type != "function":
         raise unsupported(f"{where}.type", call.type[:40])
     if call.function is None:
-        raise invalid(f"`{where}.function` is required", f"{where}.function")
+        raise missing(f"{where}.function")
     call_id = call.id or made_up_id(index, str(call.function.name))
     return _function(call.function, call_id, f"{where}.function")
 
@@ -286,7 +286,7 @@ def _content_text(content: str | list[ContentPart] | None, where: str, *, of_too
     if content is None or isinstance(content, str):
         return content or ""
     if len(content) > limits.MAX_CONTENT_PARTS:
-        raise invalid(f"`{where}.content` takes at most {limits.MAX_CONTENT_PARTS} parts", f"{where}.content")
+        raise too_many(f"{where}.content", limits.MAX_CONTENT_PARTS, "parts")
     texts = []
     for index, part in enumerate(content):
         if of_tool and (instead := placeholder(part.type)) is not None:
@@ -297,6 +297,6 @@ def _content_text(content: str | list[ContentPart] | None, where: str, *, of_too
             raise unsupported(f"{where}.content[{index}].type", part.type[:40])
         text = part.refusal if name == "refusal" else part.text
         if text is None:
-            raise invalid(f"`{where}.content[{index}].{name}` is required", f"{where}.content[{index}].{name}")
+            raise missing(f"{where}.content[{index}].{name}")
         texts.append(text)
     return "\n".join(texts)

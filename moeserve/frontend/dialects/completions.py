@@ -28,7 +28,7 @@ from moeserve.frontend.dialects.internal import (
     Usage,
     Writing,
 )
-from moeserve.frontend.errors import ApiError, invalid
+from moeserve.frontend.errors import ApiError, invalid, missing, too_many
 from moeserve.frontend.text import TextTokenizer
 from moeserve.kv_transfer import KvTicket, read_params
 from moeserve.plan import PromptProgress, SamplingParams
@@ -212,7 +212,7 @@ def read_prompts(
 ) -> list[ChatPrompt | str | list[int]]:
     """Return the prompts of a body: one text, several, one list of ids, or several. Raise ApiError."""
     if prompt is None:
-        raise invalid("`prompt` is required", "prompt")
+        raise missing("prompt")
     if isinstance(prompt, str):
         prompt = [prompt]
     if not prompt:
@@ -223,7 +223,7 @@ def read_prompts(
     if kinds == {int}:
         prompt = [[item for item in prompt if isinstance(item, int)]]
     if len(prompt) > limits.MAX_PROMPTS:
-        raise invalid(f"`prompt` takes at most {limits.MAX_PROMPTS} prompts", "prompt")
+        raise too_many("prompt", limits.MAX_PROMPTS, "prompts")
     prompts: list[ChatPrompt | str | list[int]] = []
     for item in prompt:
         if not item:

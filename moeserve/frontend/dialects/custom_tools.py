@@ -10,7 +10,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.chat_parts import CUSTOM_INPUT, make_tool
 from moeserve.frontend.dialects.internal import InputForm, Tool
-from moeserve.frontend.errors import invalid, unsupported
+from moeserve.frontend.errors import invalid, too_long, unsupported
 from moeserve.grammars.regular import IrregularError, pattern_of
 
 _TEXT_FORMAT = {"type": "text"}
@@ -55,7 +55,7 @@ def _read_format(form: Any, where: str) -> tuple[dict[str, str], InputForm | Non
     if not isinstance(definition, str) or not definition.strip():
         raise invalid(f"`{where}` must be a string that is not empty", where)
     if len(definition.encode("utf-8", "surrogatepass")) > limits.MAX_GRAMMAR_BYTES:
-        raise invalid(f"`{where}` takes at most {limits.MAX_GRAMMAR_BYTES} bytes", where)
+        raise too_long(where, limits.MAX_GRAMMAR_BYTES, "bytes")
     try:
         pattern = _whole(definition) if syntax == "regex" else pattern_of(definition, limits.MAX_GRAMMAR_BYTES)
     except IrregularError as error:

@@ -13,7 +13,7 @@ from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.bodies import BUDGETS, bounded
 from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts, ThoughtOptions
-from moeserve.frontend.errors import invalid, unknown_model, unsupported
+from moeserve.frontend.errors import invalid, too_many, unknown_model, unsupported
 from moeserve.plan import SamplingParams
 
 MAX_KEY_CHARS = 1024
@@ -200,7 +200,7 @@ def read_logprobs(name: str, value: int, model: ModelFacts) -> int:
 def read_stop(stop: str | list[str] | None, name: str = "stop") -> tuple[str, ...]:
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > limits.MAX_STOP_STRINGS:
-        raise invalid(f"`{name}` takes at most {limits.MAX_STOP_STRINGS} strings", name)
+        raise too_many(name, limits.MAX_STOP_STRINGS, "strings")
     if any(not text or len(text) > limits.MAX_STOP_CHARS for text in stops):
         raise invalid(f"strings in `{name}` must have 1 to {limits.MAX_STOP_CHARS} characters", name)
     return stops
@@ -236,7 +236,7 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
     if not bias:
         return None
     if len(bias) > limits.MAX_LOGIT_BIAS:
-        raise invalid(f"`logit_bias` takes at most {limits.MAX_LOGIT_BIAS} entries", "logit_bias")
+        raise too_many("logit_bias", limits.MAX_LOGIT_BIAS, "entries")
     if any(re.fullmatch(r"[0-9]{1,10}", key) is None for key in bias):
         raise invalid("keys of `logit_bias` must be token ids", "logit_bias")
     check_token_ids("logit_bias", [int(key) for key in bias], vocab_size)
@@ -247,7 +247,7 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
 def _stop_token_ids(body: SamplingBody, model: ModelFacts) -> tuple[int, ...]:
     asked = body.stop_token_ids or []
     if len(asked) > limits.MAX_STOP_TOKEN_IDS:
-        raise invalid(f"`stop_token_ids` takes at most {limits.MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
+        raise too_many("stop_token_ids", limits.MAX_STOP_TOKEN_IDS, "ids")
     check_token_ids("stop_token_ids", asked, model.vocab_size)
     natural = () if body.ignore_eos else model.eos_token_ids
     return tuple(dict.fromkeys((*natural, *asked)))

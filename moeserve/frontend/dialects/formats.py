@@ -19,7 +19,7 @@ from llguidance import regex_to_lark
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import decimals
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
-from moeserve.frontend.errors import ApiError, invalid, unsupported
+from moeserve.frontend.errors import ApiError, invalid, missing, too_long, too_many, unsupported
 from moeserve.grammars.large_numbers import LargeNumberError, expression_of, part_of
 from moeserve.grammars.schemas import subschemas
 from moeserve.plan import SamplingParams
@@ -184,7 +184,7 @@ def _of_response_format(wanted: ResponseFormat) -> OutputFormat | None:
             where = "response_format.json_schema.schema"
             schema = None if wanted.json_schema is None else wanted.json_schema.schema
             if schema is None:
-                raise invalid(f"`{where}` is required", where)
+                raise missing(where)
             return _json(schema, where)
         case "structural_tag":
             return OutputFormat("structural_tag", _tags(wanted), "response_format")
@@ -236,7 +236,7 @@ def checked_size(schema: Any, where: str) -> Any:
     except RecursionError:
         size = 0  # Too deep: the reader of the schema refuses it.
     if size > limits.MAX_GRAMMAR_BYTES:
-        raise invalid(f"`{where}` takes at most {limits.MAX_GRAMMAR_BYTES} bytes", where)
+        raise too_long(where, limits.MAX_GRAMMAR_BYTES, "bytes")
     return schema
 
 
@@ -529,8 +529,8 @@ def _quoted(text: str) -> str:
 
 def _check_size(text: str, where: str) -> None:
     if len(text.encode("utf-8", "surrogatepass")) > limits.MAX_GRAMMAR_BYTES:
-        raise invalid(f"`{where}` takes at most {limits.MAX_GRAMMAR_BYTES} bytes", where)
+        raise too_long(where, limits.MAX_GRAMMAR_BYTES, "bytes")
 
 
 def _too_deep(where: str) -> ApiError:
-    return invalid(f"`{where}` takes at most {limits.MAX_SCHEMA_DEPTH} levels of schemas", where)
+    return too_many(where, limits.MAX_SCHEMA_DEPTH, "levels of schemas")

@@ -34,7 +34,7 @@ from moeserve.frontend.dialects.internal import (
     Writing,
     progress_json,
 )
-from moeserve.frontend.errors import ApiError, invalid, unsupported
+from moeserve.frontend.errors import ApiError, invalid, missing, too_many, unsupported
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import PromptProgress
 
@@ -151,7 +151,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     """Return the internal request. Raise ApiError with the status that the client gets."""
     asked, ignored = fields.read_body(body, MessagesBody, model)
     if asked.max_tokens is None:
-        raise invalid("`max_tokens` is required", "max_tokens")
+        raise missing("max_tokens")
     prompt, breakpoints, dropped = _read_prompt(asked)
     if prompt.messages[-1]["role"] == "assistant":
         raise invalid("The last of `messages` must not be the assistant's: prefill is not supported", "messages")
@@ -195,7 +195,7 @@ def _read_prompt(asked: MessagesBody) -> tuple[ChatPrompt, Breakpoints, tuple[st
     if not asked.messages:
         raise invalid("`messages` must hold at least one message", "messages")
     if len(asked.messages) > limits.MAX_MESSAGES:
-        raise invalid(f"`messages` takes at most {limits.MAX_MESSAGES} messages", "messages")
+        raise too_many("messages", limits.MAX_MESSAGES, "messages")
     system = _system_text(asked.system)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     breakpoints = _marks(0, [tool.cache_control for tool in asked.tools or []])
@@ -274,7 +274,7 @@ def _blocks(content: str | list[Block], where: str, field: str = ".content") -> 
     if isinstance(content, str):
         return [(where + field, Block("text", text=content))]
     if len(content) > limits.MAX_CONTENT_PARTS:
-        raise invalid(f"`{where}{field}` takes at most {limits.MAX_CONTENT_PARTS} blocks", where + field)
+        raise too_many(where + field, limits.MAX_CONTENT_PARTS, "blocks")
     return [(f"{where}{field}[{index}]", block) for index, block in enumerate(content)]
 
 
@@ -290,7 +290,7 @@ def _joined(blocks: Sequence[tuple[str, Block]]) -> str:
 
 def _required(value: str | None, path: str) -> str:
     if value is None:
-        raise invalid(f"`{path}` is required", path)
+        raise missing(path)
     return value
 
 
@@ -357,7 +357,7 @@ def _tools(bodies: list[ToolBody]) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
             dropped.append(body.type)
             continue
         if body.input_schema is None:
-            raise invalid(f"`{path}.input_schema` is required", f"{path}.input_schema")
+            raise missing(f"{path}.input_schema")
         longest = limits.MAX_TOOL_NAME_CHARS
         tool = make_tool(body.name, body.description, body.input_schema, body.strict, path, longest, "input_schema")
         made.append((tool, f"{path}.name"))
@@ -414,7 +414,7 @@ def _output_format(asked: MessagesBody) -> OutputFormat | None:
     if wanted.type != "json_schema":
         raise unsupported(f"{path}.type", wanted.type[:40])
     if wanted.schema is None:
-        raise invalid(f"`{path}.schema` is required", f"{path}.schema")
+        raise missing(f"{path}.schema")
     return OutputFormat("json_schema", checked_size(wanted.schema, f"{path}.schema"), f"{path}.schema")
 
 

@@ -34,7 +34,7 @@ from moeserve.frontend.dialects.internal import (
     Usage,
     Writing,
 )
-from moeserve.frontend.errors import ApiError, invalid, unknown_model, unsupported
+from moeserve.frontend.errors import ApiError, invalid, too_many, unknown_model, unsupported
 from moeserve.frontend.text import TextTokenizer
 
 _LATEST = ":latest"
@@ -191,7 +191,7 @@ def _chat_messages(given: list[OllamaMessage]) -> list[ChatMessage]:
         if images and not of_tool:
             raise unsupported(f"{where}.images")
         if len(images) > limits.MAX_CONTENT_PARTS:
-            raise invalid(f"`{where}.images` takes at most {limits.MAX_CONTENT_PARTS} images", f"{where}.images")
+            raise too_many(f"{where}.images", limits.MAX_CONTENT_PARTS, "images")
         texts = [message.content or "", *(placeholder("image") or "" for _ in images)]
         made = ChatMessage(message.role, "\n".join(text for text in texts if text))
         if of_tool:

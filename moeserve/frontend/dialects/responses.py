@@ -26,7 +26,7 @@ from moeserve.frontend.dialects.responses_items import (
     read_tool_choice,
     read_tools,
 )
-from moeserve.frontend.errors import ApiError, invalid, unsupported
+from moeserve.frontend.errors import ApiError, invalid, missing, too_long, too_many, unsupported
 from moeserve.plan import SamplingParams
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -202,7 +202,7 @@ def _check_labels(asked: ResponsesBody) -> None:
     """Check fields that the answer repeats and that do not change it otherwise."""
     for name in ("user", "safety_identifier", "service_tier"):
         if len(getattr(asked, name) or "") > limits.MAX_ECHOED_CHARS:
-            raise invalid(f"`{name}` takes at most {limits.MAX_ECHOED_CHARS} characters", name)
+            raise too_long(name, limits.MAX_ECHOED_CHARS, "characters")
     bodies.check_metadata(asked.metadata)
 
 
@@ -213,7 +213,7 @@ def _logprobs(asked: ResponsesBody, model: ModelFacts) -> int | None:
 
 def _own_items(asked: str | list[dict[str, Any]] | None) -> list[Item]:
     if asked is None:
-        raise invalid("`input` is required", "input")
+        raise missing("input")
     if isinstance(asked, str):
         return [{"type": "message", "role": "user", "content": asked}]
     _check_count(asked)
@@ -236,7 +236,7 @@ def _read_messages(asked: ResponsesBody, past: list[Item], items: list[Item], ea
 
 def _check_count(items: list[Item]) -> None:
     if len(items) > limits.MAX_MESSAGES:
-        raise invalid(f"a conversation takes at most {limits.MAX_MESSAGES} items", "input")
+        raise too_many("input", limits.MAX_MESSAGES, "items")
 
 
 def _past(asked: ResponsesBody, earlier: Earlier) -> list[Item]:
@@ -282,7 +282,7 @@ def _read_format(text: TextOptions | None) -> tuple[OutputFormat | None, dict[st
         case {"type": "json_schema", "schema": dict(schema)}:
             name, description, strict = form.get("name"), form.get("description"), form.get("strict")
             if not isinstance(name, str) or not name:
-                raise invalid("`text.format.name` is required", "text.format.name")
+                raise missing("text.format.name")
             if not isinstance(description, str | None) or not isinstance(strict, bool | None):
                 raise invalid(
                     "`text.format.description` must be a string and `text.format.strict` a boolean", "text.format"
@@ -365,7 +365,7 @@ def parse_metadata(body: bytes) -> Checked:
     """Return the new metadata. Raise ApiError."""
     read, _ = bodies.decode_json(body, MetadataBody)
     if read.metadata is None:
-        raise invalid("`metadata` is required", "metadata")
+        raise missing("metadata")
     return _checked(None, read.metadata)
 
 
@@ -373,7 +373,7 @@ def _checked(items: list[Item] | None, metadata: dict[str, str] | None) -> Check
     items = items or []
     bodies.check_metadata(metadata)
     if len(items) > limits.MAX_MESSAGES:
-        raise invalid(f"`items` takes at most {limits.MAX_MESSAGES} entries", "items", "too_many_values")
+        raise too_many("items", limits.MAX_MESSAGES, "entries")
     bodies.check_depth(items)
     # Outputs may belong to calls in the conversation.
     calls = {item["call_id"] for item in items if isinstance(item.get("call_id"), str)}

@@ -26,7 +26,7 @@ from moeserve.frontend.dialects.chat_parts import (
 )
 from moeserve.frontend.dialects.custom_tools import make_custom_tool, repeated_format
 from moeserve.frontend.dialects.internal import Tool, ToolChoice
-from moeserve.frontend.errors import ApiError, invalid, unsupported
+from moeserve.frontend.errors import ApiError, invalid, missing, too_many, unsupported
 
 Item = dict[str, Any]
 
@@ -112,7 +112,7 @@ def _read_list(found: ToolSet, tools: list[dict[str, Any]], where: str) -> list[
             case str(kind):
                 found.dropped.append(kind[:60])
             case _:
-                raise invalid(f"`{path}.type` is required", f"{path}.type")
+                raise missing(f"{path}.type")
     return repeated
 
 
@@ -273,7 +273,7 @@ def check_named_bytes(num_bytes: int) -> None:
     """Raise ApiError for more bytes of kept items than one request may refer to."""
     most = limits.MAX_STORED_CONVERSATION_BYTES
     if num_bytes > most:
-        raise invalid(f"`input` refers to kept items of more than {most // 2**20} MiB", "input")
+        raise invalid(f"`input` refers to kept items of more than {most // 2**20} MiB", "input", "too_many_values")
 
 
 def is_reference(item: Item) -> bool:
@@ -353,7 +353,7 @@ class ItemReader:
             case str(kind):
                 raise unsupported(f"{where}.type", kind[:40])
             case _:
-                raise invalid(f"`{where}.type` is required", f"{where}.type")
+                raise missing(f"{where}.type")
 
     def _add_message(self, item: Item, where: str) -> None:
         role = item.get("role")
@@ -458,7 +458,7 @@ def _content_text(content: Any, where: str, left_out: str | None = None) -> str:
     if not isinstance(content, list):
         raise invalid(f"`{where}` must be a string or a list of parts", where)
     if len(content) > limits.MAX_CONTENT_PARTS:
-        raise invalid(f"`{where}` takes at most {limits.MAX_CONTENT_PARTS} parts", where)
+        raise too_many(where, limits.MAX_CONTENT_PARTS, "parts")
     return "\n".join(
         _part_text(part, f"{where}[{index}]", TEXTS)
         for index, part in enumerate(content)
@@ -470,7 +470,7 @@ def _part_text(part: Any, where: str, fields: dict[str, str]) -> str:
     """Return the text of a part; `fields` has the name of its field by the part's type."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
-        raise invalid(f"`{where}.type` is required", f"{where}.type")
+        raise missing(f"{where}.type")
     if kind not in fields:
         raise unsupported(f"{where}.type", kind[:40])
     return _required(part, fields[kind], where)

@@ -30,7 +30,14 @@ from moeserve.frontend.dialects.internal import (
     ToolChoice,
 )
 from moeserve.frontend.dialects.responses_items import Earlier
-from moeserve.frontend.errors import ApiError, check_choices, context_length_exceeded, invalid, longest_output
+from moeserve.frontend.errors import (
+    ApiError,
+    chat_template_failed,
+    check_choices,
+    context_length_exceeded,
+    invalid,
+    longest_output,
+)
 from moeserve.frontend.http import inflate
 from moeserve.frontend.parsers.shape import OutputShape
 from moeserve.frontend.prepare.grammar_check import GrammarCheck
@@ -347,7 +354,7 @@ class Preparer:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise invalid("The chat template gives text that is not Unicode", "messages") from None
+            raise chat_template_failed("The chat template gives text that is not Unicode") from None
         return guarded.cut(text), guarded.mark
 
 

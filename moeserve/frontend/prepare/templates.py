@@ -24,7 +24,7 @@ import jinja2.sandbox
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, Tool
-from moeserve.frontend.errors import invalid
+from moeserve.frontend.errors import chat_template_failed, invalid
 from moeserve.frontend.text import CUT_MARKS, TextTokenizer
 from moeserve.model.files import read_json, read_text
 from moeserve.model.spec import ModelError
@@ -132,7 +132,7 @@ class ChatTemplate:
         except Exception as error:  # Any error that a template raises, or causes in a library, is its refusal.
             text = _render_plainer(compiled, messages, given, error)
         if len(text) > limits.MAX_RENDERED_CHARS:
-            raise invalid("The rendered messages are too long", "messages")
+            raise chat_template_failed("The rendered messages are too long")
         return text
 
 
@@ -165,7 +165,7 @@ def _render_plainer(
         except Exception:
             continue
     reason = str(refusal) if isinstance(refusal, jinja2.TemplateError) else type(refusal).__name__
-    raise invalid(f"The chat template refuses these messages: {reason[:300]}", "messages") from refusal
+    raise chat_template_failed(f"The chat template refuses these messages: {reason[:300]}") from refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class GuardedPrompt:
         if self.end is None:
             return text
         if self.end not in text:
-            raise invalid("The chat template does not show the last message, so it cannot be continued", "messages")
+            raise chat_template_failed("The chat template does not show the last message, so it cannot be continued")
         return text[: text.rindex(self.end)]
 
 

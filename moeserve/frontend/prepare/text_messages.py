@@ -28,7 +28,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects.batch_lines import BatchPart
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, Tool
 from moeserve.frontend.dialects.responses_items import Earlier, Named
-from moeserve.frontend.errors import ApiError, internal_error, invalid
+from moeserve.frontend.errors import ApiError, chat_template_failed, internal_error, invalid
 from moeserve.frontend.limits import GRAMMAR_CPU_SECONDS, RENDER_CPU_SECONDS
 from moeserve.frontend.text import Int32s, PromptText
 from moeserve.plan import CacheWish
@@ -300,7 +300,7 @@ def refusal(page: bytes) -> ApiError:
     field = page[2:].partition(b"\0")[0].decode("utf-8", "replace") if page[1] else None
     match page[0]:
         case Stage.RENDER:
-            return invalid("The chat template takes too long for these messages, or too much memory", "messages")
+            return chat_template_failed("The chat template takes too long for these messages, or too much memory")
         case Stage.GRAMMAR | Stage.LOCATE:
             return invalid(f"Invalid value for `{field}`: it takes too long to compile", field)
         case _:

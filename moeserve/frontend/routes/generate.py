@@ -18,7 +18,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.admission import Held, read_terms
 from moeserve.frontend.dialects import messages, ollama, responses_answer, tgi
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
-from moeserve.frontend.errors import OVERLOADED, ApiError, invalid, unavailable
+from moeserve.frontend.errors import OVERLOADED, ApiError, too_long, unavailable
 from moeserve.frontend.exchange import (
     FORMATTERS,
     TOKENS_AT_ONCE,
@@ -327,9 +327,7 @@ def _name_of(scope: Scope, body: bytes) -> Name | None:
     long."""
     key = next((value for header, value in scope["headers"] if header == b"idempotency-key"), b"")
     if len(key) > limits.MAX_IDEMPOTENCY_KEY_CHARS:
-        raise invalid(
-            f"`Idempotency-Key` takes at most {limits.MAX_IDEMPOTENCY_KEY_CHARS} characters", "Idempotency-Key"
-        )
+        raise too_long("Idempotency-Key", limits.MAX_IDEMPOTENCY_KEY_CHARS, "characters")
     if not key:
         return None
     content = hashlib.sha256(scope["path"].encode() + b"\0" + body).digest()

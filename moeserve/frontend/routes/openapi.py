@@ -127,7 +127,7 @@ _ERROR = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": _NULLABLE_TEXT,
-                "code": _NULLABLE_TEXT,
+                "code": {"type": "string"},
             },
         }
     },
