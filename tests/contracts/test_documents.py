@@ -22,6 +22,12 @@ def test_paths_and_links_in_documents_exist(document):
     assert missing == []
 
 
+def test_no_page_is_longer_than_three_hundred_lines():
+    pages = (ROOT / "docs").rglob("*.md")
+    lengths = {path.name: path.read_text().count("\n") for path in pages}
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
 def test_links_to_headings_name_headings_that_exist():
     missing = []
     for document in DOCUMENTS:
