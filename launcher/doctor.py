@@ -31,8 +31,9 @@ from moeserve.model.spec import ModelError
 from moeserve.settings.quantities import parse_size, show_size
 
 if TYPE_CHECKING:
-    from moeserve.engine.doctor import KnownModel, Setup
+    from moeserve.engine.doctor import Setup
     from moeserve.engine.gguf_choice import FileChoice
+    from moeserve.engine.known_model import KnownModel
     from moeserve.engine.model_ways import ModelWays
     from moeserve.machine import Machine
 
@@ -203,7 +204,8 @@ def _report(model: str | None, config: ServeConfig, on_gpu: ServeConfig, read: C
     if model is None:
         return _Report(None, read(), [])
     # The model first: its faults are reported at once.
-    from moeserve.engine.doctor import NativeModel, examine, least_memory, rounded_setups, setups_of
+    from moeserve.engine.doctor import least_memory, rounded_setups, setups_of
+    from moeserve.engine.known_model import NativeModel, examine
     from moeserve.model.source import resolve_config
 
     folder = resolve_config(model, revision=config.revision, offline=config.offline)
@@ -294,7 +296,7 @@ class _Report:
         machine = asdict(self._machine)
         if self._model is None:
             return {"machine": machine, "unknown": self._unknown()}
-        from moeserve.engine.doctor import implementation_of, kinds_of_layers, parameters_of, sizes_of
+        from moeserve.engine.known_model import implementation_of, kinds_of_layers, parameters_of, sizes_of
 
         model = self._model
         return {
@@ -349,7 +351,7 @@ class _Report:
         if gpu_names() and not self._machine.gpus:
             sentences.append("What fits into the GPU: torch finds none that it can use.")
         if self._machine.gpus and self._setups and all(setup.device == "cpu" for setup in self._setups):
-            from moeserve.engine.doctor import NativeModel
+            from moeserve.engine.known_model import NativeModel
 
             sentences.append(_STATES_ON_A_GPU if isinstance(self._model, NativeModel) else _ON_A_CPU_ALONE)
         if any(setup.device == "cuda" for setup in self._setups):
@@ -360,7 +362,7 @@ class _Report:
 
 
 def _model_lines(model: KnownModel) -> Iterator[str]:
-    from moeserve.engine.doctor import implementation_of, kinds_of_layers, parameters_of, said_parameters, sizes_of
+    from moeserve.engine.known_model import implementation_of, kinds_of_layers, parameters_of, said_parameters, sizes_of
 
     spec = model.spec
     yield f"{spec.model_type} ({implementation_of(spec)}), {said_parameters(parameters_of(spec))}"

@@ -73,8 +73,9 @@ def cached_models() -> list[CachedModel]:
 
 def said_fit(model: CachedModel, machine: Machine, config: ServeConfig) -> str:
     """Return whether a model fits a machine, and with how much context, in words."""
-    from moeserve.engine.doctor import examine, setups_of
+    from moeserve.engine.doctor import setups_of
     from moeserve.engine.gguf_choice import choices_here
+    from moeserve.engine.known_model import examine
 
     if model.parts:
         (choice,) = choices_here([model.parts], machine, config)

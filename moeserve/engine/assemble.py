@@ -39,7 +39,7 @@ from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import StepDecoder
 from moeserve.model.expert_store import stored_experts
 from moeserve.model.expert_weights import LayerExperts, Rereader
-from moeserve.model.families import load_generation_defaults
+from moeserve.model.generation import load_generation_defaults
 from moeserve.model.spec import NO_NUMBERS, CheckpointError, DecoderSpec, ModelSpec
 from moeserve.model.stages import stages_of
 from moeserve.model.tensor_reader import Progress

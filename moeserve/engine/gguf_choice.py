@@ -10,15 +10,8 @@ import torch
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import RESERVE_BYTES
-from moeserve.engine.doctor import (
-    examine,
-    for_gpu,
-    in_billions,
-    kv_on_gpu,
-    parameters_of,
-    setups_of,
-    smallest_gpu,
-)
+from moeserve.engine.doctor import for_gpu, kv_on_gpu, setups_of, smallest_gpu
+from moeserve.engine.known_model import examine, in_billions, parameters_of
 from moeserve.engine.memory_plan import share_memory
 from moeserve.machine import Machine
 from moeserve.model.gguf.hub import kind_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moeserve.config import ServeConfig
-from moeserve.engine.doctor import NativeModel
+from moeserve.engine.known_model import NativeModel
 from moeserve.engine.memory_plan import compute_dtype, native_dtype, no_experts, rounding_of, weights_bytes
 from moeserve.engine.ways import LOOPBACK, NVLINK, PCIE, Estimate, Link, ModelCosts, RankMachine, estimates_of
 from moeserve.machine import Machine

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kernels.cpu.library import NativeKernels
     from moeserve.engine.experts.kept import ExpertFileWriter
     from moeserve.engine.ranks.together import GroupSteps, ShapeChoice, StepRows
-    from moeserve.model.families import GenerationDefaults
+    from moeserve.model.generation import GenerationDefaults
     from moeserve.model.kv_pool import KVPool
     from moeserve.model.spec import ModelSpec
     from moeserve.model.state_pool import StatePool

@@ -23,10 +23,10 @@ from moeserve.engine.cache_commands import CacheCommands
 from moeserve.engine.commands import Commands
 from moeserve.engine.containment import ContainingExecutor
 from moeserve.engine.crashes.suspects import Suspects, open_suspects
-from moeserve.engine.doctor import summary
 from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
 from moeserve.engine.fingerprint import fingerprint_of
+from moeserve.engine.known_model import summary
 from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_disk.files import AUTO
 from moeserve.engine.kv_disk.opening import KvDisk, open_kv_disk
@@ -49,7 +49,7 @@ from moeserve.engine.ranks.copies import RankCopies
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ANSWER_TOKENS, demo_named
-from moeserve.model.families import GenerationDefaults
+from moeserve.model.generation import GenerationDefaults
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.run_context import RunContext, keep_ready
 from moeserve.scheduling.lower_tier import CopyJob, LowerTier

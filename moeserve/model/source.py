@@ -22,8 +22,8 @@ import msgspec
 from moeserve.model.cache import is_recorded, verify
 from moeserve.model.checkpoint import has_weights
 from moeserve.model.demo import SPLIT_NAME, demo_named, ensure_demo, ensure_split_demo
-from moeserve.model.families import load_generation_defaults
 from moeserve.model.files import check_file, is_gguf_folder, read_json, size_bound
+from moeserve.model.generation import load_generation_defaults
 from moeserve.model.gguf.hub import (
     choose_files,
     kinds_of,

@@ -28,7 +28,7 @@ from moeserve.model.demo_build import (
     split_ffn,
     write_text_files,
 )
-from moeserve.model.families import load_generation_defaults
+from moeserve.model.generation import load_generation_defaults
 from moeserve.model.rope import parse_rope, rope_frequencies
 from moeserve.model.source import check_folder
 from moeserve.model.spec import ModelError

@@ -6,7 +6,7 @@ import pytest
 
 from moeserve.config import ServeConfig
 from moeserve.engine.service import _default_sampling
-from moeserve.model.families import GenerationDefaults
+from moeserve.model.generation import GenerationDefaults
 
 DEFAULTS = GenerationDefaults(sampling={"temperature": 0.2, "top_p": 0.9})
 

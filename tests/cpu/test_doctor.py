@@ -23,7 +23,8 @@ import moeserve.machine
 from benchmarks.ways import MODELS
 from launcher.cli import main
 from moeserve.config import ServeConfig
-from moeserve.engine.doctor import NativeModel, examine, kinds_of_layers, parameters_of, setups_of, sizes_of, summary
+from moeserve.engine.doctor import setups_of
+from moeserve.engine.known_model import NativeModel, examine, kinds_of_layers, parameters_of, sizes_of, summary
 from moeserve.engine.experts.gpu_memory import slot_layouts
 from moeserve.engine.memory_plan import plan_model, plan_on_cpu, weights_bytes
 from moeserve.machine import Gpu, Machine

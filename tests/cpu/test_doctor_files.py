@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 import moeserve.machine
 from launcher.cli import main
 from moeserve.config import ServeConfig
-from moeserve.engine.doctor import examine, parameters_of
+from moeserve.engine.known_model import examine, parameters_of
 from moeserve.engine.memory_plan import share_memory
 from moeserve.machine import Machine
 from moeserve.model.families import build_spec, load_config

@@ -11,7 +11,8 @@ import pytest
 
 from kernels.weight_formats import FORMATS
 from moeserve.config import ServeConfig
-from moeserve.engine.doctor import NativeModel, examine, setups_of
+from moeserve.engine.doctor import setups_of
+from moeserve.engine.known_model import NativeModel, examine
 from moeserve.machine import Gpu
 from moeserve.model.checkpoint import TensorRef, fused_expert_tensors, layer_tensors, outer_tensors
 from moeserve.model.families import build_spec, load_config

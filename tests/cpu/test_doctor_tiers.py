@@ -10,7 +10,8 @@ import pytest
 import launcher.doctor
 import moeserve.machine
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.engine.doctor import examine, setups_of
+from moeserve.engine.doctor import setups_of
+from moeserve.engine.known_model import examine
 from moeserve.engine.memory_plan import check_kv_tiers
 from moeserve.machine import Gpu
 from tests.cpu.test_doctor import GIB, HOPPER, MACHINE, QWEN3, ask, folder_of

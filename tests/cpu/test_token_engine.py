@@ -16,7 +16,8 @@ import torch
 from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.device import KvBudget
 from moeserve.engine.rank import ServedModel
-from moeserve.model.families import GenerationDefaults, build_spec, load_config
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.generation import GenerationDefaults
 from moeserve.scheduling.request_states import StatePolicy
 from tests.support.llm_prompts import (
     BASE,

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from moeserve.model.families import (
-    build_spec,
-    check_model_type,
-    is_native,
-    load_generation_defaults,
-    supported_model_types,
-)
+from moeserve.model.families import build_spec, check_model_type, is_native, supported_model_types
+from moeserve.model.generation import load_generation_defaults
 from moeserve.model.rope import rope_frequencies
 from moeserve.model.shards import check_shards
 from moeserve.model.spec import (

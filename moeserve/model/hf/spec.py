@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from kernels.specs import Activation, GateSpec
-from moeserve.model.families import token_ids
+from moeserve.model.generation import token_ids
 from moeserve.model.hf.description import count_parameters, kinds_of_layers, layers_of
 from moeserve.model.hf.expert_form import ExpertForm, form_of
 from moeserve.model.hf.experts import activation_of
