@@ -81,7 +81,8 @@ def test_every_card_since_ampere_serves_a_30b_of_experts_in_some_way(gpu: Gpu, t
 def test_fp8_is_refused_on_a_card_that_lacks_it(tmp_path: Path) -> None:
     ampere = next(gpu for gpu in GPUS if "RTX3090" in gpu.name)
     (setup,) = setups(tmp_path, ampere, DENSE, ServeConfig(kv_cache_dtype="fp8_e4m3"))
-    assert setup.obstacle == "--device cuda: compute capability 8.6 is below 8.9, which fp8 needs."
+    assert setup.obstacle is not None
+    assert all(word in setup.obstacle for word in ("8.6", "8.9", "fp8"))
 
 
 def test_latent_attention_in_float32_is_refused_where_a_program_has_little_shared_memory(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_the_host_memory_of_a_gpu_is_counted_and_refused_as_at_a_start(qwen3: Pa
     for size, words in ((8 * GIB, None), (2**20, "is too little beside"), (40 * GIB, "of the host's memory are free")):
         on_cpu, on_gpu = setups_of(model, WITH_GPU, ServeConfig(kv_host_memory=size))[:2]
         assert on_cpu.obstacle is not None
-        assert "on a CPU all KV is there already" in on_cpu.obstacle
+        assert "--kv-host-memory" in on_cpu.obstacle
         if words is None:
             assert on_gpu.obstacle is None
             assert size - 2**23 < on_gpu.kv_host_bytes <= size

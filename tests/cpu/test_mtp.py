@@ -77,7 +77,7 @@ def test_an_mtp_layer_drafts_what_transformers_computes_over_the_whole_text(case
 
 def test_a_checkpoint_without_such_a_layer_and_one_that_lacks_a_part_of_it_are_refused(tmp_path: Path) -> None:
     save("qwen3_moe", tmp_path / "none")
-    with pytest.raises(CheckpointError, match=r"no layer that predicts further tokens.*--speculative-config"):
+    with pytest.raises(CheckpointError, match="--speculative-config"):
         plan_model(tmp_path / "none", with_mtp(1))
     save_with_mtp("qwen3_next", tmp_path / "part")
     file = tmp_path / "part" / "model.safetensors"
@@ -85,7 +85,7 @@ def test_a_checkpoint_without_such_a_layer_and_one_that_lacks_a_part_of_it_are_r
     del tensors["mtp.layers.0.self_attn.q_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     plan_model(tmp_path / "part", BASE)
-    with pytest.raises(CheckpointError, match=r"lacks the tensor model\.mtp\.layers\.0\.self_attn\.q_proj\.weight"):
+    with pytest.raises(CheckpointError, match=r"model\.mtp\.layers\.0\.self_attn\.q_proj\.weight"):
         plan_model(tmp_path / "part", with_mtp(1))
 
 

@@ -159,7 +159,7 @@ def test_a_stage_that_does_not_fit_into_the_memory_of_its_own_machine_is_refused
     ]
     for rank, kv_bytes in enumerate(needed):
         check_stage(model_dir, plan, config, rank, kv_bytes + plan.weights_bytes)
-        with pytest.raises(ModelError, match=r"with their part of the KV memory, take .* are free here"):
+        with pytest.raises(ModelError, match="are free here"):
             check_stage(model_dir, plan, config, rank, kv_bytes)
     # The parts are the parts of the whole, but for the norm at the border.
     whole = stages_of([1, 2])

@@ -128,7 +128,7 @@ def test_the_first_rank_that_has_not_finished_is_blamed_once_none_gets_on(monkey
         return RankBeat(2 + int(now) % 2, 5)  # Ranks 2 and 3 show life and do nothing.
 
     ranks = Ranks(3, script)
-    with pytest.raises(RankError, match="Rank 2 hung: it did not finish step 1"):
+    with pytest.raises(RankError, match=r"Rank 2 hung: .*step 1"):
         executor_of(ranks, monkeypatch).launch([plan(1)]).result()
     assert ranks.now - 100.0 < 3 * TIMEOUT
 

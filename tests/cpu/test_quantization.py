@@ -151,7 +151,7 @@ def test_int8_is_close_to_the_unrounded_model(model_dir: Path) -> None:
     ("changes", "sentence"),
     [
         ({"quantization": "int8", "dtype": "float16"}, "float16"),
-        ({"arithmetic": "int8"}, "--arithmetic int8 needs quantised weights"),
+        ({"arithmetic": "int8"}, "--arithmetic int8 needs"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
@@ -175,15 +175,15 @@ def test_a_loader_refuses_to_round_where_it_cannot(monkeypatch: pytest.MonkeyPat
     save("mixtral", tmp_path)
     spec, _ = read_spec(tmp_path, BASE)
     for rounding in (Rounding(INT8, INT8), Rounding(None, INT4)):
-        with pytest.raises(CheckpointError, match="compute in float32, not in float16"):
+        with pytest.raises(CheckpointError, match="not in float16"):
             load_decoder(tmp_path, spec, dtype=torch.float16, rounding=rounding)
         with monkeypatch.context() as without:
             without.setattr("moeserve.model.rounding.native_kernels_absence", lambda: "There is no compiler.")
-            with pytest.raises(CheckpointError, match=r"need the compiled kernels. There is no compiler."):
+            with pytest.raises(CheckpointError, match="There is no compiler"):
                 load_decoder(tmp_path, spec, rounding=rounding)
 
 
 def test_experts_whose_rows_are_not_whole_groups_are_refused(tmp_path: Path) -> None:
     build("mixtral", intermediate_size=40).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="cannot be quantised: rows of 40 weights"):
+    with pytest.raises(ModelError, match="rows of 40 weights"):
         TokenEngine(tmp_path, replace(BASE, quantization="int8"))

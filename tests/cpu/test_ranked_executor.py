@@ -183,7 +183,7 @@ def test_who_is_late_in_a_step_in_flight_is_named(group: Group) -> None:
     group.link.send(RankResult(1, StepResult(1, [ChunkResult(), ChunkResult(7)])))
     wait_for_message(group)
     first.result()
-    with pytest.raises(RankError, match=r"Rank 1 \(process \d+\) hung: it did not finish step 2"):
+    with pytest.raises(RankError, match=r"Rank 1 \(process \d+\) hung: .*step 2"):
         second.result()
 
 
@@ -224,7 +224,7 @@ def test_a_plan_and_a_result_larger_than_a_frame_arrive(group: Group) -> None:
 
 @IMPATIENT
 def test_a_missing_result_is_laid_to_its_rank(group: Group) -> None:
-    with pytest.raises(RankError, match=r"Rank 1 \(process \d+\) hung: it did not finish step 9"):
+    with pytest.raises(RankError, match=r"Rank 1 \(process \d+\) hung: .*step 9"):
         group.executor.launch(make_plans()).result()
 
 

@@ -99,7 +99,7 @@ def test_the_document_is_of_the_installed_transformers() -> None:
 @pytest.mark.parametrize("model_type", ["doge", "unlimited_ocr"])
 def test_a_type_whose_answers_depend_on_the_batch_or_the_chunks_is_refused_in_words(model_type: str) -> None:
     refusal = play(model_type).refusal
-    assert "a prompt that is computed in several pieces gets other numbers" in refusal
+    assert "in several pieces" in refusal
 
 
 def test_the_check_finds_faults_that_begin_late_in_a_text(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_the_check_tells_what_goes_wrong(tmp_path: Path) -> None:
         return found + found.mean(0) * (len(batch.attention.plan.chunks) > 1)
 
     decoder.states = rows_mixed  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedModel, match="a request that is computed beside others gets other numbers"):
+    with pytest.raises(UnsupportedModel, match="beside others"):
         choose_ways(decoder)
 
 

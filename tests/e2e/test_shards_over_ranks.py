@@ -93,7 +93,7 @@ def test_a_stopped_rank_is_found_out_and_named(model: Path, tmp_path: Path) -> N
 
 def test_a_model_that_cannot_be_shared_is_refused_by_name(model: Path, tmp_path: Path) -> None:
     for settings, said in (
-        (("--model-impl", "transformers"), "layers of a qwen3_moe model, which transformers' code computes"),
+        (("--model-impl", "transformers"), "qwen3_moe model, which transformers' code"),
         (("--tensor-parallel-size", "3"), "--tensor-parallel-size 3: 2 KV heads of this qwen3_moe model"),
     ):
         with service(model, tmp_path / settings[1], *TWO, *settings, ready=False) as refused:

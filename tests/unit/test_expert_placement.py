@@ -54,7 +54,7 @@ def test_a_placement_that_cannot_be_is_refused(num_ranks, ranks):
 
 @pytest.mark.parametrize("build", [contiguous, round_robin])
 def test_ranks_that_do_not_divide_the_experts_are_refused(build):
-    with pytest.raises(PlacementError, match="8 experts cannot be shared equally among 3 ranks"):
+    with pytest.raises(PlacementError, match=r"8 experts .* 3 ranks"):
         build(1, 8, 3)
 
 

@@ -118,7 +118,7 @@ def test_fp8_takes_a_newer_gpu_than_16_bits_do() -> None:
     assert asked == [False, True, True]
     assert incapability((7, 5), False) == "compute capability 7.5 is below 8.0"
     assert incapability((8, 6), False) is None
-    assert incapability((8, 6), True) == "compute capability 8.6 is below 8.9, which fp8 needs"
+    assert "8.6 is below 8.9" in (incapability((8, 6), True) or "")
     assert incapability((8, 9), True) is None
 
 
@@ -126,7 +126,7 @@ def test_every_rank_of_a_machine_needs_a_gpu() -> None:
     config = ServeConfig(device="cuda", expert_parallel_size=8, nnodes=2)
     assert choose_device(config, lambda _: None) == "cuda"
     assert too_few_gpus(config, 4) is None
-    assert "4 ranks on a machine need a GPU each, and torch finds 3 here" in (too_few_gpus(config, 3) or "")
+    assert all(count in (too_few_gpus(config, 3) or "") for count in ("4 ranks", "finds 3"))
 
 
 def test_steps_on_a_gpu_are_larger_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_a_configuration_without_a_type_is_refused(model_type: object) -> None:
     [
         ({"hidden_act": "mish"}, "activation 'mish' is not supported"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
-        ({"num_experts_per_tok": 9}, "9 experts per token cannot be chosen from 8"),
+        ({"num_experts_per_tok": 9}, "9 experts per token .* 8"),
         ({"layer_types": ["linear_attention"] * 3}, "'linear_attention' are not supported"),
         ({"layer_types": ["full_attention"]}, "1 entries for 3 layers"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "type 'spiral' are not supported"),
@@ -226,14 +226,14 @@ def test_layers_with_a_window_may_have_heads_and_angles_of_their_own() -> None:
 
 
 def test_layers_whose_parts_have_norms_behind_them_are_not_shared_among_ranks() -> None:
-    with pytest.raises(UnsupportedModel, match="--tensor-parallel-size 2: layers of gemma4_text models are not shared"):
+    with pytest.raises(UnsupportedModel, match=r"--tensor-parallel-size 2: .*gemma4_text"):
         check_shards(build_spec(_GEMMA), 2)
 
 
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"hidden_size_per_layer_input": 16}, "embeddings of their own for each layer"),
+        ({"hidden_size_per_layer_input": 16}, "embeddings of their own"),
         ({"num_kv_shared_layers": 1}, "layers that share keys and values"),
         ({"use_bidirectional_attention": "all"}, "attention in both directions"),
     ],
@@ -247,7 +247,7 @@ def test_models_of_a_type_that_our_own_code_computes_in_part_are_left_to_transfo
     assert not is_native(config, "auto")
     assert not is_native({"model_type": "gemma4", "text_config": config}, "auto")
     assert not is_native({"model_type": "gemma4", "text_config": [config]}, "auto")
-    with pytest.raises(UnsupportedModel, match=f"with {part} are not computed by our own code"):
+    with pytest.raises(UnsupportedModel, match=part):
         build_spec(config)
 
 
@@ -265,8 +265,8 @@ def test_a_vision_language_model_is_the_text_model_inside_it() -> None:
     ("changes", "sentence"),
     [
         ({"linear_num_value_heads": 3}, "3 value heads cannot share 2 key heads"),
-        ({"hidden_act": "gelu"}, "delta nets with the activation 'gelu' are not supported"),
-        ({"layer_types": ["linear_attention"] * 3}, "without a layer of attention are not supported"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"layer_types": ["linear_attention"] * 3}, "without a layer of attention"),
         ({"layer_types": ["linear_attention", "sparse", "full_attention"]}, "Layers of type 'sparse'"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1: it must be from 2 to 64"),
@@ -297,7 +297,7 @@ def _nested(depth: int) -> Any:
         ({"vocab_size": 2**40}, "vocab_size is 1099511627776"),
         ({"head_dim": 10**9}, "head_dim is 1000000000"),
         ({"num_local_experts": 10**9}, "num_local_experts is 1000000000"),
-        ({"num_local_experts": 0}, "2 experts per token cannot be chosen from 0"),
+        ({"num_local_experts": 0}, "2 experts per token .* 0"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta is -1: it must be above 1"),
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta is not a finite number"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0: it must be above 0"),
@@ -333,7 +333,7 @@ def test_rotations_that_are_not_finite_are_refused() -> None:
 @pytest.mark.parametrize("groups", [0, 3])
 def test_groups_that_do_not_share_the_experts_are_refused(groups: int) -> None:
     changes = {"topk_method": "group_limited_greedy", "n_group": groups, "model_type": "deepseek_v2"}
-    with pytest.raises(ModelError, match=f"8 experts cannot be split into {groups} equal groups"):
+    with pytest.raises(ModelError, match=f"8 experts .* {groups} equal groups"):
         build_spec({**_DEEPSEEK, **changes})
 
 
@@ -362,5 +362,5 @@ def test_the_longest_answer_is_read_and_settings_go_before_the_file(tmp_path: Pa
 @pytest.mark.parametrize("content", ["[]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": [1, null]}', "[" * 100_000])
 def test_generation_defaults_that_cannot_be_read_are_one_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(ModelError, match="is not a valid generation configuration"):
+    with pytest.raises(ModelError, match=r"generation_config.json"):
         load_generation_defaults(tmp_path)

@@ -58,7 +58,7 @@ def test_the_layers_that_the_settings_name_are_taken() -> None:
 
 @pytest.mark.parametrize("layers", ["2,3", "4", "1,1,2"])
 def test_numbers_of_layers_that_do_not_add_up_are_refused(layers: str) -> None:
-    with pytest.raises(ConfigError, match=f"--layers-per-rank {layers} is not 2 numbers that add up to the 4 layers"):
+    with pytest.raises(ConfigError, match=f"--layers-per-rank {layers} .* 4 layers"):
         layers_of_ranks(pipeline(layers_per_rank=layers), [1] * 4)
 
 
@@ -69,20 +69,20 @@ def test_what_is_no_list_of_numbers_is_refused(layers: str) -> None:
 
 
 def test_more_ranks_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--pipeline-parallel-size 2 is more than the 1 layers"):
+    with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 2 .* 1 layers"):
         layers_of_ranks(pipeline(), [1])
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"expert_parallel_size": 2, "rebalance_interval": 9.0}, "--rebalance-interval does not go together"),
-        ({"expert_parallel_size": 2, "nnodes": 2}, "is for the ranks of one machine so far"),
-        ({"expert_memory": 2**30}, "--expert-memory does not go together"),
-        ({"expert_store_dir": "x"}, "--expert-store-dir does not go together"),
-        ({"kv_transfer_config": "{}"}, "--kv-transfer-config does not go together"),
-        ({"speculative_config": "mtp"}, "--speculative-config mtp does not go together"),
-        ({"device": "cuda"}, "--pipeline-parallel-size is for CPUs so far"),
+        ({"expert_parallel_size": 2, "rebalance_interval": 9.0}, "^--rebalance-interval "),
+        ({"expert_parallel_size": 2, "nnodes": 2}, "ranks of one machine"),
+        ({"expert_memory": 2**30}, "^--expert-memory "),
+        ({"expert_store_dir": "x"}, "^--expert-store-dir "),
+        ({"kv_transfer_config": "{}"}, "^--kv-transfer-config "),
+        ({"speculative_config": "mtp"}, "^--speculative-config mtp "),
+        ({"device": "cuda"}, "^--pipeline-parallel-size is for CPUs"),
     ],
 )
 def test_what_is_not_built_for_layers_over_ranks_is_refused(changes: dict[str, object], said: str) -> None:
@@ -91,5 +91,5 @@ def test_what_is_not_built_for_layers_over_ranks_is_refused(changes: dict[str, o
 
 
 def test_layers_per_rank_without_a_pipeline_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs --pipeline-parallel-size"):
+    with pytest.raises(ConfigError, match=r"--layers-per-rank .*--pipeline-parallel-size"):
         check_pipeline(ServeConfig(layers_per_rank="2,2"))

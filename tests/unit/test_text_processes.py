@@ -56,10 +56,10 @@ def test_a_sound_folder_passes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        ("{{ 'a' * 15000000000 }}", "chat template of .* cannot be used: it takes too much memory"),
-        ("{{ '%1000000000d' % 1 }}", "chat template of .* cannot be used: it takes too much memory"),
-        pytest.param(SPINS, "The chat template of .* cannot be used: it takes too long", marks=pytest.mark.slow),
-        ("{% if %}", "The chat template does not compile: Expected an expression"),
+        ("{{ 'a' * 15000000000 }}", "too much memory"),
+        ("{{ '%1000000000d' % 1 }}", "too much memory"),
+        pytest.param(SPINS, "too long", marks=pytest.mark.slow),
+        ("{% if %}", "Expected an expression"),
         ("{{ 1 }}" * 200_000, "has 1400000 characters"),
     ],
 )
@@ -161,10 +161,11 @@ def test_a_body_is_prepared_alike_on_the_event_loop_and_in_a_process(folder: Pat
 
 
 @pytest.mark.parametrize(
-    ("prompt", "code", "num_encoded"), [(["a"] * 9, None, 0), (["a" * 50, "b"], "context_length_exceeded", 1)]
+    ("prompt", "code", "num_encoded"),
+    [(["a"] * 9, "invalid_value", 0), (["a" * 50, "b"], "context_length_exceeded", 1)],
 )
 def test_a_request_that_is_refused_anyway_is_not_tokenised_whole(
-    prompt: list[str], code: str | None, num_encoded: int, monkeypatch: pytest.MonkeyPatch
+    prompt: list[str], code: str, num_encoded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[str] = []
     encode = TextTokenizer.encode
