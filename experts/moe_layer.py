@@ -78,16 +78,19 @@ class RoutedExperts:
         self._loading = dispatch if isinstance(dispatch, LoadingDispatch) else None
         self._place, self._observers = place, observers
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, H], ids [T, k] int64, weights [T, k] fp32 -> [T, H], a new tensor unless T is 0."""
-        self._observe(x, ids)
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, gated: Tensor | None = None) -> Tensor:
+        """x [T, H], ids [T, k] int64, weights [T, k] fp32 -> [T, H], a new tensor unless T is 0. gated: the input of
+        the gate if it is not x."""
+        self._observe(x if gated is None else gated, ids)
         return self._dispatch(x, ids, weights, self.experts, self._activation)
 
-    def beside(self, x: Tensor, ids: Tensor, weights: Tensor, other: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    def beside(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gated: Tensor, other: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Return the rows [T, H] as `__call__` does, and the result of `other`, computed while experts load."""
         if self._loading is None:
-            return self(x, ids, weights), other()
-        self._observe(x, ids)
+            return self(x, ids, weights, gated), other()
+        self._observe(gated, ids)
         return self._loading.while_loading(x, ids, weights, self._activation, other)
 
     def attended(self, residual: Tensor | None, shared: Tensor | None) -> None:
@@ -113,7 +116,8 @@ class MoeLayer:
 
     gate: the projection to E logits, for inputs of `gate_dtype`, fp32 if the model asks for that. correction_bias:
     [E] fp32, for the choice only. expert_scales: [E] fp32, a factor on the weight of each expert. norms: see
-    `MoeNorms`, None if gate, experts and shared expert all take the block's input. shared_gate: projection [1, H] whose
+    `MoeNorms`, None if gate, experts and shared expert all take the block's input. latent: projections to the rows that
+    experts take and from their results, None if experts take the block's input. shared_gate: projection [1, H] whose
     sigmoid scales the shared expert. dispatch: None if all experts are local; a rank that holds only some passes a
     dispatch that reaches all. place: the layer's number among the layers with experts, for observers.
     """
@@ -130,6 +134,7 @@ class MoeLayer:
         correction_bias: Tensor | None = None,
         expert_scales: Tensor | None = None,
         norms: MoeNorms | None = None,
+        latent: tuple[Linear, Linear] | None = None,
         shared: GatedBlock | None = None,
         shared_gate: Linear | None = None,
         dispatch: Dispatch | None = None,
@@ -141,10 +146,11 @@ class MoeLayer:
         self._ops = ops
         self._gate, self._gate_spec, self._gate_dtype = gate, gate_spec, gate_dtype
         self._correction_bias, self._expert_scales, self._norms = correction_bias, expert_scales, norms
+        self._latent = latent
         self._choose = native_choice(gate, gate_spec, correction_bias, expert_scales)
         self._shared, self._shared_gate = shared, shared_gate
         self._serves_others = dispatch is not None
-        self._is_plain = dispatch is None and shared_gate is None and gate_dtype is torch.float32
+        self._is_plain = dispatch is None and shared_gate is None and latent is None and gate_dtype is torch.float32
         self._activation = activation
         self._routed = RoutedExperts(experts, activation, dispatch or ops.compute_experts, place, observers)
 
@@ -166,16 +172,25 @@ class MoeLayer:
         if norms is not None:
             assert residual is not None
             x_of_gate, x_of_experts = ops.norm(residual, norms.gate), ops.norm(residual, norms.experts)
+        if self._latent is not None:
+            x_of_experts = self._latent[0](x_of_experts)
         ids, weights = self._choice(x_of_gate, num_valid)
         shared = self._shared
         if shared is None:
-            out = self._routed(x_of_experts, ids, weights)
+            out = self._back(self._routed(x_of_experts, ids, weights, x_of_gate))
             self._routed.attended(residual, None)
             return out if norms is None else ops.norm(out, norms.after_experts)
-        out, of_shared = self._routed.beside(x_of_experts, ids, weights, lambda: self._of_shared(shared, x, residual))
+        out, of_shared = self._routed.beside(
+            x_of_experts, ids, weights, x_of_gate, lambda: self._of_shared(shared, x, residual)
+        )
+        out = self._back(out)
         if norms is None:
             return out.add_(of_shared)
         return ops.norm(out, norms.after_experts).add_(ops.norm(of_shared, norms.after_shared))
+
+    def _back(self, rows: Tensor) -> Tensor:
+        """Return the results of experts in the width of the stream."""
+        return rows if self._latent is None else self._latent[1](rows)
 
     def _choice(self, x: Tensor, num_valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the chosen experts of rows, the gate's own input, and their weights."""
@@ -212,6 +227,8 @@ class MoeLayer:
     def serve_others(self, no_rows: Tensor) -> None:
         """Compute the rows that other ranks send while this rank has none. no_rows: [0, H]."""
         if self._serves_others:
+            if self._latent is not None:
+                no_rows = no_rows.new_empty((0, self._latent[0].out_features))
             self._routed.serve_others(no_rows, self._gate_spec.top_k)
 
     @property

@@ -34,7 +34,7 @@ def paged_attention(
     it multiplies integers, to which it rounds queries and weights of 16 bits.
     """
     kernels = native_kernels()
-    if kernels is not None and _native_computes(q, keys_pool, values_pool):
+    if kernels is not None and native_computes(q, keys_pool, values_pool):
         return _native_attention(kernels, q, keys_pool, values_pool, plan, scale, window or 0, sinks)
     tiling = plan.prepared.get("tiles")
     if not isinstance(tiling, AttentionTiles):
@@ -42,16 +42,18 @@ def paged_attention(
     return torch_attention(q, keys_pool, values_pool, tiling, scale=scale, window=window, sinks=sinks)
 
 
-def _native_computes(q: Tensor, keys_pool: Tensor, values_pool: Tensor) -> bool:
+def native_computes(q: Tensor, keys_pool: Tensor, values_pool: Tensor) -> bool:
+    """Return whether the compiled kernels, if there are any, compute attention over pools of this form."""
     return (
         q.device.type == "cpu"
         and q.dtype == torch.float32
         and keys_pool.dtype in KINDS
-        and q.shape[2] % LANES == _numbers_of_row(values_pool) % LANES == 0
+        and q.shape[2] % LANES == numbers_of_row(values_pool) % LANES == 0
     )
 
 
-def _numbers_of_row(pool: Tensor) -> int:
+def numbers_of_row(pool: Tensor) -> int:
+    """Return the channels of a pool's rows."""
     return pool.shape[2] - (SCALE_BYTES if pool.dtype == torch.int8 else 0)
 
 
@@ -67,7 +69,7 @@ def _native_attention(
 ) -> Tensor:
     num_rows, num_heads, key_dim = q.shape
     num_kv_heads, num_slots, _ = values_pool.shape
-    value_dim = _numbers_of_row(values_pool)
+    value_dim = numbers_of_row(values_pool)
     arrays = plan.arrays()
     out = q.new_empty((num_rows, num_heads, value_dim))
     kernels.attention(

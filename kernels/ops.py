@@ -71,12 +71,17 @@ class MoeNorms:
 
 @dataclass(slots=True)
 class StepInputs:
-    """The inputs of a step that all layers share: cos, sin [T, R/2] for attention, states for recurrent layers."""
+    """The inputs of a step that all layers share: cos, sin [T, R/2] for attention, states for recurrent layers.
+
+    chosen: the positions [T, top_k] that a layer with an indexer leaves for itself and for the layers behind it that
+    have none, see `kernels.indexed_attention`; None where tokens attend to all positions.
+    """
 
     cos: Tensor
     sin: Tensor
     context: AttentionContext
     states: StateRows | None = None
+    chosen: Tensor | None = None
 
 
 class Ops(Protocol):

@@ -25,6 +25,7 @@ from moeserve.model.families import build_spec
 from moeserve.model.families import load_config as load_model_config
 from moeserve.model.shards import check_shards
 from moeserve.model.spec import ModelError
+from moeserve.model.stages import stages_of
 from moeserve.settings.kv_events import parse_kv_events
 
 # A streamed token takes some 50 µs of an HTTP process (docs/benchmarks/service.md); the engine's threads take the other
@@ -119,14 +120,18 @@ def check_shares(folder: Path, config: ServeConfig) -> None:
         spec = build_spec(load_model_config(folder))
     except ModelError:
         return  # of a type on transformers' code, or one that is refused once it is loaded
-    layers_of_ranks(config, [1] * spec.num_layers)
+    counts = layers_of_ranks(config, [1] * spec.num_layers)
     if config.expert_parallel_size > 1:
         plan_placement(folder, spec, config)
-    if config.tensor_parallel_size > 1:
-        try:
+    try:
+        if config.tensor_parallel_size > 1:
             check_shards(spec, config.tensor_parallel_size)
-        except ModelError as error:
-            raise ConfigError(str(error)) from None
+        if config.pipeline_parallel_size > 1:
+            # Only the start knows how it splits layers by their sizes.
+            for stage in stages_of(counts if config.layers_per_rank is not None else [spec.num_layers]):
+                spec.of_layers(stage)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_nodes(config: ServeConfig) -> None:

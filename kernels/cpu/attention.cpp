@@ -4,6 +4,9 @@
 // over the tiles of a segment of 256 positions (Milakov and Gimelshein, 2018); segments are then put together in order,
 // as split-KV decoding does (Dao et al., 2023). Tiles and segments lie at fixed positions, so a row has the same bits
 // in any batch and any chunking, whether its segments were computed one after another or side by side.
+//
+// With chosen positions (indexer.cpp), a token that has more than `top_k` positions attends to the ones that were chosen
+// for it, as if they were a context of their own; its heads share no tile with those of other tokens.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -35,6 +38,8 @@ struct Inputs {
   float scale;
   int64_t window;  // 0 for none.
   const float* sinks;
+  const int32_t* chosen;  // [rows, top_k] positions in order, null if all rows see all positions; without a window.
+  int64_t top_k;
   float* out;
 
   int64_t group() const { return num_heads / num_kv_heads; }
@@ -52,6 +57,10 @@ struct Inputs {
 struct Task {
   int64_t chunk, kv_head, first_token, num_tokens, first_segment, last_segment;
   int64_t scratch;  // Where its State lies if segments are computed side by side, else -1.
+  const int32_t* chosen;  // The positions that its only token attends to, null for all up to its own.
+
+  // The position of its first token among those that it attends to.
+  int64_t position(const Inputs& in) const { return chosen ? in.top_k - 1 : in.starts[chunk] + first_token; }
 };
 
 // Where the rows of a tile lie. Up to the next multiple of 16 the last one is repeated.
@@ -362,10 +371,22 @@ struct Extent {
 
 Extent extent(const Inputs& in, const TaskSegment& part) {
   const auto& [task, segment] = part;
-  const int64_t first = in.starts[task.chunk] + task.first_token;
+  const int64_t first = task.position(in);
   const int64_t oldest = in.window ? std::max<int64_t>(0, first + 1 - in.window) : 0;
   return {std::max(segment * kSegmentKeys, oldest / kTileKeys * kTileKeys),
           std::min((segment + 1) * kSegmentKeys, first + task.num_tokens)};
+}
+
+// Finds the rows of a tile of chosen positions.
+void find_chosen_rows(const Inputs& in, const Task& task, int64_t first_key, TileRows& tile) {
+  const int32_t* table = in.block_tables + in.table_offsets[task.chunk];
+  const int64_t key_bytes = in.key_bytes(), value_bytes = in.value_bytes();
+  for (int64_t k = 0; k < tile.count; ++k) {
+    const int64_t position = task.chosen[first_key + k];
+    const int64_t slot = task.kv_head * in.num_slots + table[position / in.block_size] * in.block_size +
+                         position % in.block_size;
+    tile.keys[k] = in.keys + slot * key_bytes, tile.values[k] = in.values + slot * value_bytes;
+  }
 }
 
 // Finds the rows of the task's tile from `first_key` on. Rows of a block lie side by side.
@@ -374,8 +395,9 @@ void find_rows(const Inputs& in, const Task& task, int64_t first_key, int64_t en
   const int64_t key_bytes = in.key_bytes(), value_bytes = in.value_bytes();
   const int64_t first_slot = task.kv_head * in.num_slots;
   tile.count = std::min(kTileKeys, end - first_key), tile.fetched = 0;
+  if (task.chosen) find_chosen_rows(in, task, first_key, tile);
   int64_t block = first_key / in.block_size, skipped = first_key % in.block_size;
-  for (int64_t k = 0; k < tile.count; ++block, skipped = 0) {
+  for (int64_t k = task.chosen ? tile.count : 0; k < tile.count; ++block, skipped = 0) {
     const int64_t slot = first_slot + table[block] * in.block_size + skipped;
     const int64_t last = std::min(k + in.block_size - skipped, tile.count);
     const uint8_t *keys = in.keys + slot * key_bytes, *values = in.values + slot * value_bytes;
@@ -428,7 +450,7 @@ void take_queries(const Inputs& in, const Task& task, Workspace& work) {
     const int64_t token = task.first_token + t;
     const float* from = in.q + (in.first_rows[task.chunk] + token) * in.q_stride + task.kv_head * group * in.key_dim;
     std::copy_n(from, group * in.key_dim, work.queries.data() + t * group * in.key_dim);
-    std::fill_n(work.positions.data() + t * group, group, in.starts[task.chunk] + token);
+    std::fill_n(work.positions.data() + t * group, group, task.position(in) + t);
   }
   if (in.kind == Kind::kInt8)
     work.rounded_queries.take(work.queries.data(), task.num_tokens * group, in.key_dim, in.scale);
@@ -487,8 +509,11 @@ class Plan {
     for (int64_t kv_head = 0; kv_head < in.num_kv_heads; ++kv_head)
       for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
         const int64_t tokens = in.first_rows[chunk + 1] - in.first_rows[chunk];
-        for (int64_t first = 0; first < tokens; first += task_tokens)
-          add(in, {chunk, kv_head, first, std::min(task_tokens, tokens - first), 0, 0, -1}, tokens);
+        const int64_t seeing_all = in.chosen ? std::clamp<int64_t>(in.top_k - in.starts[chunk], 0, tokens) : tokens;
+        for (int64_t first = 0; first < seeing_all; first += task_tokens)
+          add(in, {chunk, kv_head, first, std::min(task_tokens, seeing_all - first), 0, 0, -1, nullptr}, tokens);
+        for (int64_t first = seeing_all; first < tokens; ++first)
+          add(in, {chunk, kv_head, first, 1, 0, 0, -1, in.chosen + (in.first_rows[chunk] + first) * in.top_k}, tokens);
         is_short = is_short && tokens <= kSplitTokens;
       }
     // Tasks of one segment stand side by side, so that requests that share blocks find them in the cache.
@@ -504,7 +529,7 @@ class Plan {
 
  private:
   void add(const Inputs& in, Task task, int64_t tokens) {
-    const int64_t start = in.starts[task.chunk] + task.first_token;
+    const int64_t start = task.position(in);
     const int64_t oldest = in.window ? std::max<int64_t>(0, start + 1 - in.window) : 0;
     task.first_segment = oldest / kSegmentKeys;
     task.last_segment = (start + task.num_tokens - 1) / kSegmentKeys + 1;
@@ -515,7 +540,8 @@ class Plan {
     task.scratch = scratch_size;
     splits.push_back(task);
     for (int64_t segment = task.first_segment; segment < task.last_segment; ++segment) {
-      tasks.push_back({task.chunk, task.kv_head, task.first_token, task.num_tokens, segment, segment + 1, scratch_size});
+      tasks.push_back({task.chunk, task.kv_head, task.first_token, task.num_tokens, segment, segment + 1, scratch_size,
+                       task.chosen});
       scratch_size += task.num_tokens * in.group() * (in.value_dim + 2);
     }
   }
@@ -561,6 +587,21 @@ extern "C" void moeserve_attention(const float* q, int64_t q_stride, int64_t num
                                    const int32_t* block_tables, double scale, int64_t window, const float* sinks,
                                    float* out) {
   moeserve::run_all({q, q_stride, num_heads, num_kv_heads, key_dim, value_dim, keys, values, moeserve::Kind(kind),
-                     num_slots, block_size, first_rows, starts, table_offsets, block_tables, float(scale), window, sinks, out},
+                     num_slots, block_size, first_rows, starts, table_offsets, block_tables, float(scale), window, sinks,
+                     nullptr, 0, out},
+                    num_chunks);
+}
+
+// The same over the positions that `moeserve_choose_positions` chose: rows from position top_k on attend to their own
+// `chosen` [num_rows, top_k], rows before it to all up to their own.
+extern "C" void moeserve_indexed_attention(const float* q, int64_t q_stride, int64_t num_heads, int64_t num_kv_heads,
+                                           int64_t key_dim, int64_t value_dim, const uint8_t* keys,
+                                           const uint8_t* values, int64_t kind, int64_t num_slots, int64_t block_size,
+                                           int64_t num_chunks, const int64_t* first_rows, const int64_t* starts,
+                                           const int64_t* table_offsets, const int32_t* block_tables, double scale,
+                                           const int32_t* chosen, int64_t top_k, float* out) {
+  moeserve::run_all({q, q_stride, num_heads, num_kv_heads, key_dim, value_dim, keys, values, moeserve::Kind(kind),
+                     num_slots, block_size, first_rows, starts, table_offsets, block_tables, float(scale), 0, nullptr,
+                     chosen, top_k, out},
                     num_chunks);
 }

@@ -29,6 +29,7 @@ SOURCES = (
     "gate.cpp",
     "elementwise.cpp",
     "sampling.cpp",
+    "indexer.cpp",
     "block.cpp",
     "layers.cpp",
     "checksum.cpp",

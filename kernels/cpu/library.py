@@ -35,6 +35,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "layers": (_P, _P, _P, _P, _P, _N, _P, _N, _P, _P, _P),
     "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N, _N),
     "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
+    "indexed_attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _N, _P, _P, _P, _P, _R, _P, _N, _P),
+    "choose_positions": (_P, _P, _N, _N, _P, _N, _N, _N, _P, _P, _P, _P, _N, _P),
     "short_conv": (_P, _N, _P, _P, _N, _N, _N, _P, _N, _P, _P, _N, _P),
     "gated_delta_rule": (_P, _N, _P, _N, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
     "mamba1_scan": (_P, _N, _P, _N, _P, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _P),
@@ -77,6 +79,8 @@ class NativeKernels:
     rms_norm: Callable[..., None]
     rotate_and_store: Callable[..., None]
     attention: Callable[..., None]
+    indexed_attention: Callable[..., None]
+    choose_positions: Callable[..., None]
     short_conv: Callable[..., None]
     gated_delta_rule: Callable[..., None]
     mamba1_scan: Callable[..., None]

@@ -426,10 +426,10 @@ class LoadedRank:
         assert spec.moe is not None
         # Resident experts take no part: measuring would load experts from the tier below.
         here = self._decoder.experts if self._body.resident is None else ()
-        top_k, activation, hidden_size = spec.moe.gate.top_k, spec.moe.activation, spec.moe.hidden_size
+        top_k, activation = spec.moe.gate.top_k, spec.moe.activation
         max_rows = step_budget(self._config, group.collectives.device.type)
         seconds = group.experts.measure(
-            hidden_size or spec.hidden_size, top_k, self._plan.dtype, here, activation, max_rows=max_rows
+            spec.expert_hidden_size, top_k, self._plan.dtype, here, activation, max_rows=max_rows
         )
         choice = ShapeChoice.measured(seconds)
         if group.collectives.rank == 0:

@@ -17,7 +17,16 @@ from moeserve.model.checkpoint import has_weights, plan_weights, read_index
 from moeserve.model.families import build_spec, is_native, load_config, read_config
 from moeserve.model.kv_pool import kv_block_bytes, windowed
 from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
-from moeserve.model.spec import DecoderSpec, MambaSpec, MissingWeights, MlaSpec, ModelSpec
+from moeserve.model.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    DeltaNetSpec,
+    MambaSpec,
+    MissingWeights,
+    MlaSpec,
+    ModelSpec,
+    ShortConvSpec,
+)
 from moeserve.model.state_pool import state_row_bytes
 from moeserve.model.stored import TensorInfo
 
@@ -27,6 +36,11 @@ if TYPE_CHECKING:
 
 # Bits of a number, by the forms that weights and KV can take.
 WIDTHS = {"float32": 32, "bfloat16": 16, "8 bits": 8, "4 bits": 4}
+_RECURRENT_KINDS: dict[type, str] = {
+    DeltaNetSpec: "a gated delta net",
+    MambaSpec: "a Mamba-2 layer",
+    ShortConvSpec: "a short convolution",
+}
 _UNKNOWN_OF_BORROWED_CODE = (
     "That transformers' code gives every request the numbers that it would get alone: a check at load decides that.",
 )
@@ -145,15 +159,14 @@ def kinds_of_layers(spec: ModelSpec) -> list[tuple[int, str]]:
     """Return (number of layers, kind) of mixers, then of feed-forward blocks, both with the most frequent first."""
     if not isinstance(spec, DecoderSpec):
         return list(_borrowed(spec).kinds)
-    name = "latent attention" if isinstance(spec.attention, MlaSpec) else "attention"
     kinds: Counter[str] = Counter()
     for layer, window in enumerate(spec.windows):
         if not spec.has("mixer", layer):
             continue
         if spec.is_recurrent(layer):
-            kinds["a Mamba-2 layer" if isinstance(spec.recurrent, MambaSpec) else "a gated delta net"] += 1
+            kinds[_RECURRENT_KINDS[type(spec.recurrent)]] += 1
         else:
-            kinds[name if window is None else f"{name} over {window:,} tokens"] += 1
+            kinds[_attention_kind(spec.attention_of(layer), window)] += 1
     blocks: Counter[str] = Counter()
     for layer, sparse in enumerate(spec.sparse_layers):
         if not spec.has("block", layer):
@@ -165,6 +178,13 @@ def kinds_of_layers(spec: ModelSpec) -> list[tuple[int, str]]:
         beside = " and a shared one" if spec.moe.shared is not None and not spec.moe.own_norms else ""
         blocks[f"{spec.moe.num_experts} experts, {spec.moe.gate.top_k} per token{beside}"] += 1
     return [(number, kind) for kind, number in (*kinds.most_common(), *blocks.most_common())]
+
+
+def _attention_kind(attention: AttentionSpec | MlaSpec, window: int | None) -> str:
+    kind = "attention" if isinstance(attention, AttentionSpec) else "latent attention"
+    if isinstance(attention, MlaSpec) and attention.indexer is not None:
+        return f"{kind} by another layer's indexer" if attention.indexer.is_shared else f"{kind} with an indexer"
+    return kind if window is None else f"{kind} over {window:,} tokens"
 
 
 def summary(spec: ModelSpec) -> str:

@@ -22,10 +22,12 @@ from moeserve.model.spec import (
     CheckpointError,
     DecoderSpec,
     DeltaNetSpec,
+    IndexerSpec,
     MambaSpec,
     MlaSpec,
     MoeSpec,
     MtpSpec,
+    ShortConvSpec,
 )
 from moeserve.model.stages import Stage
 from moeserve.model.stored import TensorInfo, is_in_blocks, read_headers
@@ -79,6 +81,7 @@ _IGNORED = re.compile(
 )
 # Prefixes of the decoder's tensors; the third one is of decoders in vision-language models, the last of Nemotron-H.
 _PREFIXES = ("model.", "", "model.language_model.", "backbone.")
+_KEYS_AND_VALUES = re.compile(r"self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.")
 _PLAIN_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))
 # Matrices stored in these dtypes stay in bfloat16 where products in float32 read 16-bit weights as they are.
 KEPT_IN_BFLOAT16 = frozenset(("BF16",))
@@ -340,6 +343,8 @@ class _Matcher:
         layer = _LAYER.match(name)
         if layer and int(layer[1]) >= self._spec.num_layers:  # A layer that predicts further tokens.
             return True
+        if layer and self._spec.kv_source(int(layer[1])) != int(layer[1]) and _KEYS_AND_VALUES.search(name):
+            return True  # The layer has no use for its own.
         weight = self._index.get(f"{name.removesuffix('.bias')}.weight")
         if weight is not None and weight.packed is not None:  # Some programs write zeros for biases that a model lacks.
             return True
@@ -397,7 +402,8 @@ def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
 # Names and shapes of the tensors that a decoder needs. Names are relative to the decoder, ``layers.0.mlp.gate.weight``;
 # a checkpoint usually puts ``model.`` in front. Where published checkpoints differ in a name, all forms are candidates.
 
-_MOE_PREFIXES = ("mlp", "block_sparse_moe", "mixer")
+_MOE_PREFIXES = ("mlp", "block_sparse_moe", "mixer", "feed_forward")
+_PROJECTIONS = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 # The names of MTP layers in published checkpoints, of DeepSeek-V3 and GLM-4.5, Qwen3-Next and Qwen3.5, and Ernie 4.5.
 # {} stands for the number of layers.
 _MTP_LAYERS = (
@@ -428,13 +434,18 @@ def outer_tensors(spec: DecoderSpec) -> Tensors:
     }
     if spec.lm_head_bias:
         tensors["lm_head.bias"] = TensorRef(("lm_head.bias",), (vocab,))
-    return tensors | _norm(spec, "norm", "norm", "norm_f")
+    if (inputs := spec.layer_inputs) is not None:
+        rows = spec.num_layers * inputs.width
+        tensors["layer_embedding"] = TensorRef(("embed_tokens_per_layer.weight",), (inputs.vocab_size, rows))
+        tensors |= _linear("layer_projection", ("per_layer_model_projection",), rows, hidden, False)
+        tensors["layer_norm"] = TensorRef(("per_layer_projection_norm.weight",), (inputs.width,))
+    return tensors | _norm(spec, "norm", "norm", "norm_f", "embedding_norm")
 
 
 def layer_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     """Return the tensors of one layer except its experts."""
     prefix = f"layers.{layer}"
-    tensors = _norm(spec, "input_norm", f"{prefix}.input_layernorm", f"{prefix}.norm")
+    tensors = _norm(spec, "input_norm", f"{prefix}.input_layernorm", f"{prefix}.norm", f"{prefix}.operator_norm")
     if spec.has("mixer", layer):
         tensors |= _mixer(spec, layer, prefix)
     if not spec.has("block", layer):
@@ -444,24 +455,35 @@ def layer_tensors(spec: DecoderSpec, layer: int) -> Tensors:
         tensors |= _norm(spec, "post_norm", f"{prefix}.pre_feedforward_layernorm")
         tensors |= _norm(spec, "after_block", f"{prefix}.post_feedforward_layernorm")
     elif not spec.single_parts:
-        tensors |= _norm(spec, "post_norm", f"{prefix}.post_attention_layernorm")
+        tensors |= _norm(spec, "post_norm", f"{prefix}.post_attention_layernorm", f"{prefix}.ffn_norm")
+    if (inputs := spec.layer_inputs) is not None:
+        tensors |= _linear("input_gate", (f"{prefix}.per_layer_input_gate",), inputs.width, spec.hidden_size, False)
+        tensors |= _linear("input_out", (f"{prefix}.per_layer_projection",), spec.hidden_size, inputs.width, False)
+        tensors |= _norm(spec, "after_input", f"{prefix}.post_per_layer_input_norm")
     if spec.layer_scales:
         tensors["scale"] = TensorRef((f"{prefix}.layer_scalar",), (1,))
     if spec.moe is not None and spec.sparse_layers[layer]:
-        return tensors | _moe(spec.moe, spec.hidden_size, prefix) | _moe_norms(spec, spec.moe, prefix)
-    sizes = spec.hidden_size, spec.intermediate_size
-    return tensors | _mlp("", (f"{prefix}.mlp", f"{prefix}.mixer"), *sizes, spec.mlp_bias, spec.activation.is_gated)
+        return tensors | _moe(spec, spec.moe, prefix) | _moe_norms(spec, spec.moe, prefix)
+    if spec.fused_mlps:
+        return tensors | _fused_mlp("", prefix, spec.hidden_size, spec.dense_width(layer))
+    names = tuple(f"{prefix}.{block}" for block in ("mlp", "mixer", "feed_forward"))
+    return tensors | _mlp("", names, spec.hidden_size, spec.dense_width(layer), spec.mlp_bias, spec.activation.is_gated)
 
 
 def _mixer(spec: DecoderSpec, layer: int, prefix: str) -> Tensors:
     attention, recurrent, hidden = spec.attention_of(layer), spec.recurrent, spec.hidden_size
     if recurrent is not None and spec.is_recurrent(layer):
         if isinstance(recurrent, MambaSpec):
-            return _mamba(recurrent, hidden, f"{prefix}.mixer")
+            return _mamba(recurrent, hidden, (f"{prefix}.mixer", f"{prefix}.mamba"))
+        if isinstance(recurrent, ShortConvSpec):
+            return _short_conv(recurrent, hidden, f"{prefix}.conv")
         return _delta_net(recurrent, hidden, f"{prefix}.linear_attn")
     if isinstance(attention, MlaSpec):
         return _mla(attention, hidden, f"{prefix}.self_attn")
-    return _gqa(attention, hidden, (f"{prefix}.self_attn", f"{prefix}.mixer"))
+    tensors = _gqa(attention, hidden, (f"{prefix}.self_attn", f"{prefix}.mixer"))
+    if spec.kv_source(layer) == layer:
+        return tensors
+    return {key: ref for key, ref in tensors.items() if key.partition(".")[0] in ("q", "o", "q_norm")}
 
 
 def _linear(key: str, names: tuple[str, ...], rows: int, columns: int, bias: bool) -> Tensors:
@@ -489,12 +511,13 @@ def _gqa(attention: AttentionSpec, hidden: int, prefixes: tuple[str, ...]) -> Te
     parts = (("q", "q_proj", q_size * (1 + attention.gated)), ("k", "k_proj", kv_size), ("v", of_values, kv_size))
     for key, name, rows in parts:
         tensors |= _linear(key, named(name), rows, hidden, attention.qkv_bias)
-    tensors |= _linear("o", named("o_proj"), hidden, q_size, attention.out_bias)
+    tensors |= _linear("o", named("o_proj") + named("out_proj"), hidden, q_size, attention.out_bias)
     if attention.qk_norm != "none":
         flat = attention.qk_norm == "flat"
         for key, rows in (("q", q_size), ("k", kv_size)):
             shape = (rows if flat else attention.head_dim,)
-            tensors[f"{key}_norm"] = TensorRef(named(f"{key}_norm.weight"), shape)
+            names = named(f"{key}_norm.weight") + named(f"{key}_layernorm.weight")
+            tensors[f"{key}_norm"] = TensorRef(names, shape)
     if attention.sinks:
         tensors["sinks"] = TensorRef(named("sinks"), (attention.num_heads,))
     return tensors
@@ -513,7 +536,20 @@ def _mla(mla: MlaSpec, hidden: int, prefix: str) -> Tensors:
     tensors["kv_norm"] = TensorRef((f"{prefix}.kv_a_layernorm.weight",), (latent,))
     up_size = mla.num_heads * (mla.nope_dim + mla.value_dim)
     tensors |= _linear("kv_b", (f"{prefix}.kv_b_proj",), up_size, latent, False)
+    if mla.indexer is not None and rank is not None and not mla.indexer.is_shared:
+        tensors |= _indexer(mla.indexer, hidden, rank, f"{prefix}.indexer")
     return tensors | _linear("o", (f"{prefix}.o_proj",), hidden, mla.num_heads * mla.value_dim, mla.bias)
+
+
+def _indexer(indexer: IndexerSpec, hidden: int, rank: int, prefix: str) -> Tensors:
+    heads, dim = indexer.num_heads, indexer.head_dim
+    tensors = _linear("index_q", (f"{prefix}.wq_b",), heads * dim, rank, False)
+    tensors |= _linear("index_k", (f"{prefix}.wk",), dim, hidden, False)
+    tensors |= _linear("index_weights", (f"{prefix}.weights_proj",), heads, hidden, False)
+    for end in ("weight", "bias"):
+        key = "index_norm" if end == "weight" else "index_norm.bias"
+        tensors[key] = TensorRef((f"{prefix}.k_norm.{end}",), (dim,))
+    return tensors
 
 
 def _delta_net(net: DeltaNetSpec, hidden: int, prefix: str) -> Tensors:
@@ -532,16 +568,28 @@ def _delta_net(net: DeltaNetSpec, hidden: int, prefix: str) -> Tensors:
     return tensors
 
 
-def _mamba(mamba: MambaSpec, hidden: int, prefix: str) -> Tensors:
+def _mamba(mamba: MambaSpec, hidden: int, prefixes: tuple[str, ...]) -> Tensors:
+    def named(name: str) -> tuple[str, ...]:
+        return tuple(f"{prefix}.{name}" for prefix in prefixes)
+
     rows, heads = mamba.channels + mamba.conv_channels + mamba.num_heads, mamba.num_heads
-    tensors = _linear("projections", (f"{prefix}.in_proj",), rows, hidden, mamba.bias)
-    tensors |= _linear("out", (f"{prefix}.out_proj",), hidden, mamba.channels, mamba.bias)
-    tensors["conv"] = TensorRef((f"{prefix}.conv1d.weight",), (mamba.conv_channels, mamba.conv_width))
+    tensors = _linear("projections", named("in_proj"), rows, hidden, mamba.bias)
+    tensors |= _linear("out", named("out_proj"), hidden, mamba.channels, mamba.bias)
+    tensors["conv"] = TensorRef(named("conv1d.weight"), (mamba.conv_channels, mamba.conv_width))
     if mamba.conv_bias:
-        tensors["conv.bias"] = TensorRef((f"{prefix}.conv1d.bias",), (mamba.conv_channels,))
+        tensors["conv.bias"] = TensorRef(named("conv1d.bias"), (mamba.conv_channels,))
     for key, name in (("decay", "A_log"), ("step_bias", "dt_bias"), ("skip", "D")):
-        tensors[key] = TensorRef((f"{prefix}.{name}",), (heads,))
-    tensors["gated_norm"] = TensorRef((f"{prefix}.norm.weight",), (mamba.channels,))
+        tensors[key] = TensorRef(named(name), (heads,))
+    tensors["gated_norm"] = TensorRef(named("norm.weight"), (mamba.channels,))
+    return tensors
+
+
+def _short_conv(conv: ShortConvSpec, hidden: int, prefix: str) -> Tensors:
+    tensors = _linear("projections", (f"{prefix}.in_proj",), 3 * conv.channels, hidden, conv.bias)
+    tensors |= _linear("out", (f"{prefix}.out_proj",), hidden, conv.channels, conv.bias)
+    tensors["conv"] = TensorRef((f"{prefix}.conv.weight",), (conv.channels, conv.width))
+    if conv.bias:
+        tensors["conv.bias"] = TensorRef((f"{prefix}.conv.bias",), (conv.channels,))
     return tensors
 
 
@@ -549,13 +597,18 @@ def _mlp(key: str, prefixes: tuple[str, ...], hidden: int, width: int, bias: boo
     tensors: Tensors = {}
     parts = (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width))
     for part, rows, columns in parts if is_gated else parts[1:]:
-        names = tuple(f"{prefix}.{part}_proj" for prefix in prefixes)
+        names = tuple(f"{prefix}.{form}" for prefix in prefixes for form in _PROJECTIONS[part])
         tensors |= _linear(f"{key}{part}", names, rows, columns, bias)
     return tensors
 
 
-def _moe(moe: MoeSpec, hidden: int, prefix: str) -> Tensors:
-    blocks = _moe_blocks(prefix)
+def _fused_mlp(key: str, prefix: str, hidden: int, width: int) -> Tensors:
+    tensors = _linear(f"{key}gate_up", (f"{prefix}.shared_mlp.input_linear",), 2 * width, hidden, False)
+    return tensors | _linear(f"{key}down", (f"{prefix}.shared_mlp.output_linear",), hidden, width, False)
+
+
+def _moe(spec: DecoderSpec, moe: MoeSpec, prefix: str) -> Tensors:
+    blocks, hidden = _moe_blocks(prefix), spec.hidden_size
 
     def under(*suffixes: str) -> tuple[str, ...]:
         return tuple(f"{block}.{suffix}" for block in blocks for suffix in suffixes)
@@ -565,11 +618,17 @@ def _moe(moe: MoeSpec, hidden: int, prefix: str) -> Tensors:
     )
     if moe.correction_bias:
         places = ("gate.", "", "moe_statics.", "gate.moe_statics.")
-        names = under(*(f"{place}e_score_correction_bias" for place in places))
+        names = under(*(f"{place}e_score_correction_bias" for place in places), "expert_bias")
         tensors["correction_bias"] = TensorRef(names, (moe.num_experts,))
+    if moe.hidden_size is not None:
+        sizes = moe.hidden_size, hidden
+        tensors |= _linear("latent_down", under("fc1_latent_proj"), *sizes, spec.mlp_bias)
+        tensors |= _linear("latent_up", under("fc2_latent_proj"), *sizes[::-1], spec.mlp_bias)
     if moe.expert_scales:
         tensors["expert_scales"] = TensorRef((f"{prefix}.router.per_expert_scale",), (moe.num_experts,))
-    if moe.shared is not None:
+    if moe.shared is not None and spec.fused_mlps:
+        tensors |= _fused_mlp("shared.", prefix, hidden, moe.shared.intermediate_size)
+    elif moe.shared is not None:
         names = (f"{prefix}.mlp",) if moe.own_norms else under("shared_experts", "shared_expert")
         sizes = hidden, moe.shared.intermediate_size
         tensors |= _mlp("shared.", names, *sizes, moe.shared.bias, moe.activation.is_gated)
@@ -599,10 +658,9 @@ def _split_expert_tensors(spec: DecoderSpec, layer: int, expert: int) -> Tensors
     """Return one expert that is stored by itself: ``gate`` and ``up`` [I, H], ``down`` [H, I]."""
     assert spec.moe is not None
     blocks = tuple(f"{block}.experts.{expert}" for block in _moe_blocks(f"layers.{layer}"))
-    shapes = _projection_shapes(spec.moe, spec.hidden_size)
-    forms = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+    shapes = _projection_shapes(spec.moe, spec.expert_hidden_size)
     return {
-        key: TensorRef(tuple(f"{block}.{form}.weight" for block in blocks for form in forms[key]), shape)
+        key: TensorRef(tuple(f"{block}.{form}.weight" for block in blocks for form in _PROJECTIONS[key]), shape)
         for key, shape in shapes.items()
     }
 
@@ -622,7 +680,7 @@ def fused_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     """
     moe = spec.moe
     assert moe is not None
-    count, hidden, width = moe.num_experts, spec.hidden_size, moe.intermediate_size
+    count, hidden, width = moe.num_experts, spec.expert_hidden_size, moe.intermediate_size
     blocks = _moe_blocks(f"layers.{layer}")
 
     def names(*suffixes: str) -> tuple[str, ...]:
@@ -652,7 +710,7 @@ def stacked_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     moe = spec.moe
     assert moe is not None
     tensors, count = {}, moe.num_experts
-    for key, shape in _projection_shapes(moe, spec.hidden_size).items():
+    for key, shape in _projection_shapes(moe, spec.expert_hidden_size).items():
         names = tuple(f"{block}.experts.{key}_proj" for block in _moe_blocks(f"layers.{layer}"))
         tensors[key] = TensorRef(tuple(f"{name}.weight" for name in names), (count, *shape))
         if moe.expert_bias:
@@ -670,8 +728,8 @@ def mxfp4_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     fused = fused_expert_tensors(spec, layer)
     tensors = {key: ref for key, ref in fused.items() if key.endswith(".bias")}
     shapes = {
-        "gate_up": (2 * moe.intermediate_size, spec.hidden_size),
-        "down": (spec.hidden_size, moe.intermediate_size),
+        "gate_up": (2 * moe.intermediate_size, spec.expert_hidden_size),
+        "down": (spec.expert_hidden_size, moe.intermediate_size),
     }
     for key, (rows, columns) in shapes.items():
         scales = (moe.num_experts, rows, columns // 32)

@@ -17,16 +17,21 @@ from experts.observer import AnyObserver, observes_states
 from experts.routing.gates import GatedBlock as AskedGate
 from kernels.cpu.attention_block import AttentionWeights, attention_block
 from kernels.cpu.layers import LayerParts, NativeLayers, native_layers
+from kernels.indexed_attention import indexed_attention
 from kernels.linear import Linear
 from kernels.ops import AttentionContext, GatedBlock, HeadLinear, NormWeights, Ops, PagedRows, StepInputs, Table
 from kernels.packed_experts import Experts
 from kernels.state_rows import StateRows
 from kernels.weight_formats import Matrix
 from moeserve.model.delta_net import GatedDeltaNet
+from moeserve.model.indexer import Indexer
+from moeserve.model.layer_inputs import LayerInput, LayerInputs
 from moeserve.model.mamba import Mamba2
 from moeserve.model.norms_over_ranks import NormsOverRanks, Partners
 from moeserve.model.rope import rope_frequencies
 from moeserve.model.shards import Shard
+from moeserve.model.shared_keys import SharedKeysAttention
+from moeserve.model.short_conv import ShortConv
 from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, ModelSpec, RopeSpec
 from moeserve.model.stages import Stage
 from moeserve.model.state_pool import StatePool, pools_by_layer
@@ -135,6 +140,7 @@ class GqaAttention:
 class MlaAttention:
     """Multi-head latent attention, absorbed: queries are taken into the latent's space, where all heads share one
     key of ``kv_lora_rank + rope_dim`` channels whose first ``kv_lora_rank`` are the value as well.
+    With an indexer a token attends to some positions alone.
 
     down: packed projection of the hidden state to [queries or their low-rank form; latent; rotated key]. q_b: from the
     low-rank form to the queries. to_latent: per head, nope_dim -> kv_lora_rank. from_latent: kv_lora_rank -> value_dim.
@@ -153,9 +159,11 @@ class MlaAttention:
         interleaved: bool,
         q_b: Linear | None = None,
         q_norm: Tensor | None = None,
+        indexer: Indexer | None = None,
     ) -> None:
+        """indexer: None without one, and where the spec says that an earlier layer's is shared."""
         self._spec, self._ops = spec, ops
-        self._down, self._o, self._q_b = down, o, q_b
+        self._down, self._o, self._q_b, self._indexer = down, o, q_b, indexer
         self._kv_norm = NormWeights(kv_norm, None, spec.latent_norm_eps)
         self._q_norm = None if q_norm is None else NormWeights(q_norm, None, spec.latent_norm_eps)
         self._to_latent, self._from_latent = to_latent, from_latent
@@ -164,11 +172,16 @@ class MlaAttention:
         self._widths = [down.out_features - sum(latent_and_key), *latent_and_key]
 
     def __call__(self, x: Tensor, step: StepInputs, keys: Tensor, values: Tensor | None) -> Tensor:
-        """x [T, hidden] -> [T, hidden]. Writes the new latents into ``keys`` [1, num_slots, D]; values are None."""
+        """x [T, hidden] -> [T, hidden]. Writes the new latents into ``keys`` [1, num_slots, D]; values are the keys of
+        the indexer [1, num_slots, D], which it writes, or None."""
         spec, ops = self._spec, self._ops
         low, latent, key = torch.split(self._down(x), self._widths, -1)
         if self._q_b is not None and self._q_norm is not None:
-            low = self._q_b(ops.norm(low, self._q_norm))
+            low = ops.norm(low, self._q_norm)
+            if self._indexer is not None:
+                assert values is not None
+                step.chosen = self._indexer(x, low, step, values)
+            low = self._q_b(low)
         q = low.unflatten(1, (spec.num_heads, -1))
         heads = ops.rotate_and_store_latent(
             self._to_latent(q[..., : spec.nope_dim]),
@@ -179,7 +192,12 @@ class MlaAttention:
             keys,
             interleaved=self._interleaved,
         )
-        out = ops.attend(heads, keys, None, step.context, scale=spec.scale, value_dim=spec.kv_lora_rank)
+        if spec.indexer is not None and step.chosen is not None:
+            assert isinstance(step.context, PagedRows)
+            out = indexed_attention(heads, keys, step.context.plan, step.chosen, scale=spec.scale)
+            out = out[..., : spec.kv_lora_rank]
+        else:
+            out = ops.attend(heads, keys, None, step.context, scale=spec.scale, value_dim=spec.kv_lora_rank)
         return self._o(self._from_latent(out).flatten(1))
 
 
@@ -246,8 +264,9 @@ class StepDecoder(Protocol):
         """See `Decoder.serve_others`."""
 
 
-# Per layer: keys [KV, num_slots, Dk] and values [KV, num_slots, Dv], or None where values are a prefix of the keys.
-# A recurrent layer has the states of its convolution and of its heads instead, see `GatedDeltaNet`.
+# Per layer: keys [KV, num_slots, Dk] and values [KV, num_slots, Dv], or None where values are a prefix of the keys. The
+# keys of an indexer take the place of values. A recurrent layer has the states of its convolution and of its heads
+# instead, see `GatedDeltaNet`.
 KvPools = Sequence[tuple[Tensor, Tensor | None]]
 
 
@@ -271,21 +290,26 @@ class RopeTable:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
+Mixer = GqaAttention | MlaAttention | SharedKeysAttention | GatedDeltaNet | Mamba2 | ShortConv
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """A mixer of tokens and a feed-forward block, each behind a norm and added to the residual stream.
 
     A layer may lack one of the two; then `input_norm` is the norm before the other, and `post_norm` is None.
     after_mixer, after_block: norms of what is added, None without them. scale: of the stream behind the layer.
+    own_input: adds the layer's own input behind the block, None without one.
     """
 
     input_norm: NormWeights
-    mixer: GqaAttention | MlaAttention | GatedDeltaNet | Mamba2 | None
+    mixer: Mixer | None
     post_norm: NormWeights | None
     block: MoeLayer | GatedBlock | None
     after_mixer: NormWeights | None = None
     after_block: NormWeights | None = None
     scale: float = 1.0
+    own_input: LayerInput | None = None
 
     @property
     def gate_norm(self) -> NormWeights:
@@ -303,7 +327,7 @@ class DecoderLayer:
         """Return the layer's parts if the compiled kernels compute all of them."""
         attention = self.mixer.block if isinstance(self.mixer, GqaAttention) else None
         block = self.block.native() if isinstance(self.block, MoeLayer) else None
-        if attention is None or block is None or self.post_norm is None:
+        if attention is None or block is None or self.post_norm is None or self.own_input is not None:
             return None
         inner = self.after_mixer, self.after_block
         return LayerParts(attention, block, self.post_norm, next_norm, *inner, self.scale, is_windowed)
@@ -374,8 +398,8 @@ class Decoder:
 
     embedding: [vocab, hidden], possibly of a lower precision than ``dtype``, the dtype of all computation. observers:
     called for each layer; a replayed graph calls none. mtp: the layer that drafts tokens, None where it is not used.
-    border: None for a whole model. embedding and lm_head are None where other stages have them. partners: None unless
-    the weights are a shard.
+    layer_inputs: None unless layers have inputs of their own. border: None for a whole model. embedding and lm_head are
+    None where other stages have them. partners: None unless the weights are a shard.
     """
 
     def __init__(
@@ -393,8 +417,10 @@ class Decoder:
         mtp: MtpLayer | None = None,
         border: Border | None = None,
         partners: Partners | None = None,
+        layer_inputs: LayerInputs | None = None,
     ) -> None:
         self.spec = spec
+        self._layer_inputs = layer_inputs
         self._border = border
         self._partners = partners
         self.mtp = mtp
@@ -482,6 +508,7 @@ class Decoder:
         """
         spec, ops, rows, num_valid = self.spec, self.ops, batch.logit_rows, batch.num_valid
         step, windowed = self._step_inputs(batch)
+        inputs = None if self._layer_inputs is None else self._layer_inputs(batch.token_ids, residual)
         normed = ops.norm(residual, self._layers[0].input_norm)
         if (
             self._native is not None
@@ -504,6 +531,7 @@ class Decoder:
             if number == last and rows is not None:
                 # From here on a row meets no other row.
                 residual, num_valid = residual.index_select(0, rows), None
+                inputs = None if inputs is None else inputs.index_select(0, rows)
                 if not rows.shape[0]:
                     _serve_others(layer, residual)
                     return residual
@@ -519,6 +547,8 @@ class Decoder:
                     added = partners.add_up(added)
                 if layer.after_block is not None:
                     added = ops.norm(added, layer.after_block)
+                if layer.own_input is not None and inputs is not None:
+                    added = layer.own_input(residual.add_(added), inputs[:, number])
                 normed = ops.norm_of_sum(added, residual, next_norm, multiplier, layer.scale)
             for observer in self._observers:
                 observer.passed()

@@ -257,7 +257,7 @@ def _bytes_of_experts(plan: WeightPlan) -> int:
 def expert_shape(spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype, rounding: Rounding) -> ExpertShape:
     """Return the shape of a layer's experts when they compute in `dtype`."""
     assert spec.moe is not None
-    sizes = spec.hidden_size, spec.moe.intermediate_size
+    sizes = spec.expert_hidden_size, spec.moe.intermediate_size
     formats = rounding.expert_formats(*sizes)
     is_kept = rounding.keeps_stored and formats is None
     if is_kept and not (plan.storage == "fused" and spec.moe.transposed_experts):

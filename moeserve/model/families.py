@@ -21,11 +21,14 @@ from moeserve.model.spec import (
     AttentionSpec,
     DecoderSpec,
     DeltaNetSpec,
+    IndexerSpec,
+    LayerInputsSpec,
     MambaSpec,
     MlaSpec,
     ModelError,
     MoeSpec,
     SharedExpertSpec,
+    ShortConvSpec,
     UnsupportedModel,
 )
 
@@ -33,8 +36,8 @@ Config = Mapping[str, Any]
 
 # The layers of these types carry a state from token to token in ways that the decoder does not compute.
 _RECURRENT = frozenset((
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba", "mamba2", "minimax", "recurrent_gemma", "rwkv", "zamba", "zamba2",
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "mamba", "mamba2",
+    "minimax", "recurrent_gemma", "rwkv", "zamba", "zamba2",
 ))  # fmt: skip
 
 # transformers does not know these types, so it cannot fill in defaults: their configurations must be complete.
@@ -144,7 +147,9 @@ def _check_frequencies(spec: DecoderSpec) -> None:
 
 def _check(spec: DecoderSpec) -> None:
     moe = spec.moe
-    for part in (spec, spec.attention, spec.window_attention, moe, moe and moe.gate, moe and moe.shared):
+    indexer = spec.attention.indexer if isinstance(spec.attention, MlaSpec) else None
+    of_layers = spec.attention, spec.window_attention, indexer, spec.recurrent, spec.layer_inputs
+    for part in (spec, *of_layers, moe, moe and moe.gate, moe and moe.shared):
         _check_whole_numbers(spec.model_type, part)
     if spec.rope.rotary_dim % 2:
         raise ModelError(f"The rotary dimension {spec.rope.rotary_dim} is odd.")
@@ -234,15 +239,74 @@ def _olmoe(c: Config) -> DecoderSpec:
 
 
 def _granitemoe(c: Config) -> DecoderSpec:
+    return _with_granite_experts(_granite(c), c)
+
+
+def _with_granite_experts(spec: DecoderSpec, c: Config) -> DecoderSpec:
+    """Put experts on all layers, with a shared one beside them if the type has it."""
+    width = c.get("shared_intermediate_size")
+    moe = MoeSpec(
+        c["num_local_experts"],
+        c["intermediate_size"],
+        GateSpec(c["num_experts_per_tok"], softmax_after_top_k=True),
+        spec.activation,
+        shared=SharedExpertSpec(width) if width else None,
+    )
+    return _with_experts(spec, moe)
+
+
+def _granite(c: Config, *, rotary_dim: int | None = None) -> DecoderSpec:
     spec = _base(
         c,
+        rotary_dim=rotary_dim,
         embedding_multiplier=float(c["embedding_multiplier"]),
         residual_multiplier=float(c["residual_multiplier"]),
         logit_divisor=float(c["logits_scaling"]),
+        fused_mlps=True,
     )
-    spec = _with_attention(_with_attention_bias(spec, c), scale=float(c["attention_multiplier"]))
-    gate = GateSpec(c["num_experts_per_tok"], softmax_after_top_k=True)
-    return _with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
+    return _with_attention(_with_attention_bias(spec, c), scale=float(c["attention_multiplier"]))
+
+
+def _granitemoehybrid(c: Config) -> DecoderSpec:
+    """Mamba-2 layers and attention, rotated or not; each with a dense block, or with experts and a shared one."""
+    spec = _granite(
+        {**c, "intermediate_size": c["shared_intermediate_size"]},
+        rotary_dim=None if c["position_embedding_type"] == "rope" else 0,
+    )
+    least_step, most_step = c["time_step_limit"]
+    if spec.activation.kind != "silu" or most_step != math.inf:
+        raise UnsupportedModel(
+            "Models of type 'granitemoehybrid' without SiLU or with bounded steps are not supported."
+        )
+    mamba = MambaSpec(
+        num_heads=c["mamba_n_heads"],
+        num_groups=c["mamba_n_groups"],
+        head_dim=c["mamba_d_head"],
+        state_dim=c["mamba_d_state"],
+        conv_width=c["mamba_d_conv"],
+        least_step=float(least_step),
+        conv_bias=bool(c["mamba_conv_bias"]),
+        bias=bool(c["mamba_proj_bias"]),
+    )
+    spec = _with_recurrent(spec, c["layer_types"], "linear_attention", mamba)
+    return _with_granite_experts(spec, c) if c["num_local_experts"] else spec
+
+
+def _lfm2_moe(c: Config) -> DecoderSpec:
+    """Short convolutions and attention, each with a dense block or experts."""
+    spec = _with_attention(_base({**c, "hidden_act": "silu", "rms_norm_eps": c["norm_eps"]}), qk_norm="head")
+    gate = GateSpec(
+        c["num_experts_per_tok"],
+        score="sigmoid",
+        renormalise=bool(c["norm_topk_prob"]),
+        norm_min=1e-6,
+        scale=float(c["routed_scaling_factor"]),
+    )
+    bias, first = bool(c["use_expert_bias"]), c["num_dense_layers"]
+    moe = MoeSpec(c["num_experts"], c["moe_intermediate_size"], gate, spec.activation, correction_bias=bias)
+    conv = ShortConvSpec(c["hidden_size"], c["conv_L_cache"], bool(c["conv_bias"]))
+    spec = _with_recurrent(spec, c["layer_types"], "conv", conv)
+    return _with_experts(spec, moe, lambda index: index >= first)
 
 
 def _phimoe(c: Config) -> DecoderSpec:
@@ -336,6 +400,19 @@ def _glm4_moe_lite(c: Config) -> DecoderSpec:
     return replace(_deepseek_v3(c), sparse_layers=tuple(types[n] == "sparse" for n in range(c["num_hidden_layers"])))
 
 
+def _deepseek_v32(c: Config) -> DecoderSpec:
+    return _with_indexer(_glm4_moe_lite(c), c, interleaved=False)
+
+
+def _glm_moe_dsa(c: Config) -> DecoderSpec:
+    spec, types = _with_indexer(_glm4_moe_lite(c), c, interleaved=True), c["indexer_types"]
+    if len(types) < spec.num_layers or set(types) - {"full", "shared"} or types[0] == "shared":
+        raise ModelError(
+            "The configuration's indexer_types do not say how each layer of attention finds its positions."
+        )
+    return replace(spec, shared_choices=tuple(kind == "shared" for kind in types[: spec.num_layers]))
+
+
 def _qwen3_next(c: Config) -> DecoderSpec:
     spec = _hybrid(c, by_key_head=True)
     return _with_experts(spec, _qwen_moe(c, spec.activation, bool(c.get("norm_topk_prob"))), _qwen_layers(c))
@@ -391,7 +468,13 @@ def _gemma4_text(c: Config) -> DecoderSpec:
         windows=tuple(c["sliding_window"] if kind == "sliding_attention" else None for kind in types),
         window_attention=narrow,
         window_rope=spec.rope,
+        num_shared_kv=c.get("num_kv_shared_layers") or 0,
+        wide_shared_kv=bool(c.get("use_double_wide_mlp")),
     )
+    if width := c.get("hidden_size_per_layer_input"):
+        spec = replace(spec, layer_inputs=LayerInputsSpec(width, c["vocab_size_per_layer_input"]))
+    if any(spec.kv_source(n) == n for n in range(spec.num_layers - spec.num_shared_kv, spec.num_layers)):
+        raise ModelError("No earlier layer of this gemma4 model has the keys that the last ones attend over.")
     if not c.get("enable_moe_block"):
         return spec
     moe = MoeSpec(
@@ -421,17 +504,14 @@ def _gemma4_obstacle(c: Config) -> str | None:
 
     c: complete, or as a folder has it.
     """
-    if c.get("hidden_size_per_layer_input", 256):
-        return "embeddings of their own for each layer"
-    if c.get("num_kv_shared_layers"):
-        return "layers that share keys and values"
-    return "attention in both directions" if c.get("use_bidirectional_attention") == "all" else None
+    if c.get("use_bidirectional_attention") == "all":
+        return "attention in both directions"
+    has_two_widths = c.get("use_double_wide_mlp") and c.get("num_kv_shared_layers")
+    return "experts beside dense blocks of two widths" if has_two_widths and c.get("enable_moe_block") else None
 
 
 def _nemotron_h(c: Config) -> DecoderSpec:
     """Layers of one part each: a Mamba-2 layer, attention without rotation, a dense block or experts."""
-    if (obstacle := _nemotron_h_obstacle(c)) is not None:
-        raise UnsupportedModel(f"Models of type 'nemotron_h' with {obstacle} are not computed by our own code.")
     if c["mlp_hidden_act"] != "relu2" or c["mamba_hidden_act"] != "silu":
         activations = f"{c['mlp_hidden_act']!r} and {c['mamba_hidden_act']!r}"
         raise UnsupportedModel(f"Models of type 'nemotron_h' with the activations {activations} are not supported.")
@@ -463,13 +543,10 @@ def _nemotron_h(c: Config) -> DecoderSpec:
     if "moe" not in types:
         return spec
     shared = SharedExpertSpec(c["moe_shared_expert_intermediate_size"], bias=bool(c.get("mlp_bias")))
-    moe = replace(_noaux_moe({**c, "n_shared_experts": 0}, activation), shared=shared)
+    moe = replace(
+        _noaux_moe({**c, "n_shared_experts": 0}, activation), shared=shared, hidden_size=c.get("moe_latent_size")
+    )
     return _with_experts(spec, moe, lambda index: types[index] == "moe")
-
-
-def _nemotron_h_obstacle(c: Config) -> str | None:
-    """Return the part of a Nemotron-H that our own code does not compute, None if it computes all."""
-    return "experts in a narrower space" if c.get("moe_latent_size") is not None else None
 
 
 def _moeserve_demo(c: Config) -> DecoderSpec:
@@ -497,6 +574,9 @@ _BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
     "qwen3_moe": _qwen3_moe,
     "olmoe": _olmoe,
     "granitemoe": _granitemoe,
+    "granitemoeshared": _granitemoe,
+    "granitemoehybrid": _granitemoehybrid,
+    "lfm2_moe": _lfm2_moe,
     "phimoe": _phimoe,
     "gpt_oss": _gpt_oss,
     "glm4_moe": _glm4_moe,
@@ -506,6 +586,8 @@ _BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
     "minimax_m2": _minimax_m2,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v32,
+    "glm_moe_dsa": _glm_moe_dsa,
     "qwen3_next": _qwen3_next,
     "qwen3_5": _inside(_qwen3_5_text),
     "qwen3_5_text": _qwen3_5_text,
@@ -520,7 +602,6 @@ _BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
 _OBSTACLES: dict[str, Callable[[Config], str | None]] = {
     "gemma4": lambda c: _gemma4_obstacle(text if isinstance(text := c.get("text_config"), Mapping) else {}),
     "gemma4_text": _gemma4_obstacle,
-    "nemotron_h": _nemotron_h_obstacle,
 }
 
 
@@ -586,6 +667,17 @@ def _mla(c: Config, *, interleaved: bool) -> DecoderSpec:
     )
 
 
+def _with_indexer(spec: DecoderSpec, c: Config, *, interleaved: bool) -> DecoderSpec:
+    """Have the tokens of a latent attention attend to the positions that an indexer chooses."""
+    assert isinstance(spec.attention, MlaSpec)
+    if set(c["layer_types"]) != {"indexed_attention"} or spec.attention.q_lora_rank is None:
+        raise UnsupportedModel(f"Models of type {c['model_type']!r} with layers without an indexer are not supported.")
+    indexer = IndexerSpec(c["index_n_heads"], c["index_head_dim"], c["index_topk"], interleaved)
+    if indexer.head_dim < spec.attention.rope_dim:
+        raise ModelError(f"An indexer's heads of {indexer.head_dim} cannot rotate {spec.attention.rope_dim} channels.")
+    return replace(spec, attention=replace(spec.attention, indexer=indexer))
+
+
 def _hybrid(c: Config, *, by_key_head: bool) -> DecoderSpec:
     """Return a dense model of gated delta nets, with gated attention in some layers."""
     spec = _base(c, rotary_dim=_partial_rotary_dim(c), zero_centred_norms=True)
@@ -598,11 +690,18 @@ def _hybrid(c: Config, *, by_key_head: bool) -> DecoderSpec:
         conv_width=c["linear_conv_kernel_dim"],
         by_key_head=by_key_head,
     )
-    types = _layer_types(c["layer_types"], spec, "linear_attention")
+    return _with_recurrent(spec, c["layer_types"], "linear_attention", net)
+
+
+def _with_recurrent(
+    spec: DecoderSpec, types: Sequence[str], special: str, recurrent: DeltaNetSpec | MambaSpec | ShortConvSpec
+) -> DecoderSpec:
+    """Replace attention in the layers whose type is ``special``."""
+    types = _layer_types(types, spec, special)
     if "full_attention" not in types:
         raise UnsupportedModel("Models without a layer of attention are not supported.")
-    recurrent = tuple(kind == "linear_attention" for kind in types)
-    return replace(spec, recurrent_layers=recurrent, recurrent=net if any(recurrent) else None)
+    layers = tuple(kind == special for kind in types)
+    return replace(spec, recurrent_layers=layers, recurrent=recurrent if any(layers) else None)
 
 
 def _with_attention(spec: DecoderSpec, **fields: Any) -> DecoderSpec:

@@ -22,8 +22,9 @@ class KVPool:
     A row's width is the number of its channels, for int8 with room for its scale (`kernels.kv_rows`).
 
     Heads lie outside slots, so that blocks in a row are one matrix per head, which attention reads without a copy. If a
-    layer's values are a prefix of its keys (`value_dim` 0), None takes their place. Pools of one shape are one memory,
-    so that an operation on blocks is one for all of them. On a CPU the memory is taken when it is first written.
+    layer's values are a prefix of its keys (`value_dim` 0), None takes their place, or the keys of its indexer. Pools
+    of one shape are one memory, so that an operation on blocks is one for all of them. On a CPU the memory is taken
+    when it is first written.
 
     With `num_window_blocks` layers with a window have that many blocks of their own, which window tables name.
     """

@@ -28,16 +28,18 @@ from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import TensorInfo, is_in_blocks
 from moeserve.settings.weights import parse_quantization
 
-# Matrices that stay as they are: they choose experts or scale a whole block, and are small.
-_KEPT = frozenset(("moe_gate", "shared_gate", "conv", "kv_b"))
+# Matrices that stay as they are: they choose experts or positions or scale a whole block, and are small.
+_KEPT = frozenset(("moe_gate", "shared_gate", "conv", "kv_b", "index_weights"))
 # Matrices that get the finer format: all tokens meet in the outer ones, errors of down projections add up in the
 # residual, and errors of queries and keys grow in the softmax. Rows that are one product have one format.
-_FINER = frozenset(("embedding", "lm_head", "down", "q", "k", "v", "q_a", "q_b", "kv_a"))
+_FINER = frozenset(("embedding", "lm_head", "down", "latent_up", "q", "k", "v", "q_a", "q_b", "kv_a"))
+_FINER |= frozenset(("index_q", "index_k", "layer_embedding", "input_out"))
 # Matrices whose inputs are rounded twice, where weights have 8 bits: errors grow in the softmax of attention and of the
 # next token.
-_FINE_ROWS = frozenset(("lm_head", "q", "k", "v", "q_a", "q_b", "kv_a"))
-# Matrices of float32 even where others are of bfloat16: they choose experts or scale a whole block, and are small.
-_GATES = frozenset(("moe_gate", "shared_gate"))
+_FINE_ROWS = frozenset(("lm_head", "q", "k", "v", "q_a", "q_b", "kv_a", "index_q", "index_k"))
+# Matrices of float32 even where others are of bfloat16: they choose experts or positions or scale a whole block, and
+# are small.
+_GATES = frozenset(("moe_gate", "shared_gate", "index_weights"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ Cuts = Mapping[str, Cut | None]
 
 def check_shards(spec: DecoderSpec, count: int) -> None:
     """Raise UnsupportedModel if a model cannot be cut into `count` shards: each has some heads and channels."""
-    if spec.added_norms or spec.single_parts:
+    has_other_states = spec.recurrent is not None and not isinstance(spec.recurrent, DeltaNetSpec)
+    if spec.added_norms or spec.single_parts or has_other_states:
         raise UnsupportedModel(
             f"--tensor-parallel-size {count}: layers of {spec.model_type} models are not shared among ranks so far."
         )
@@ -187,7 +188,9 @@ def _delta_net(net: DeltaNetSpec, shard: Shard) -> dict[str, Cut | None]:
 def _gated(prefix: str, width: int, shard: Shard) -> dict[str, Cut | None]:
     channels = shard.of(width)
     first = _parts(0, 1, channels, width)
-    cuts = {f"{prefix}{name}": first for name in ("gate", "up", "gate.bias", "up.bias")}
+    cuts: dict[str, Cut | None] = {f"{prefix}{name}": first for name in ("gate", "up", "gate.bias", "up.bias")}
+    both = channels, range(width + channels.start, width + channels.stop)
+    cuts[f"{prefix}gate_up"] = Cut(0, 2 * width, both)
     return cuts | _out(f"{prefix}down", _parts(1, 1, channels, width), shard)
 
 

@@ -23,7 +23,8 @@ from moeserve.model.stored import TensorInfo, item_bits
 
 _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # In quantised checkpoints, these projections stay as they were trained.
-_NEVER_QUANTISED = frozenset({"embedding", "lm_head", "moe_gate", "shared_gate", "conv"})
+_NEVER_QUANTISED = frozenset({"embedding", "lm_head", "moe_gate", "shared_gate", "conv", "index_weights"})
+_NEVER_QUANTISED |= {"layer_embedding"}
 # Bytes of 32 weights, for the quantised forms that follow from a configuration alone.
 _BLOCK_BYTES = {"INT4_F16": 19, "INT8_ZERO": 37, "INT8_F32": 36, "FP8_F32": 36, "FP8_128": 33, "NVFP4_F32": 20}
 _BLOCK_BYTES |= {"MXFP4": 17}

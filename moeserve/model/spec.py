@@ -42,6 +42,12 @@ class ModelSpec(ABC):
         return tuple(layer for layer, sparse in enumerate(self.sparse_layers) if sparse)
 
     @property
+    def expert_hidden_size(self) -> int:
+        """The width of the rows that experts take."""
+        own = None if self.moe is None else self.moe.hidden_size
+        return self.hidden_size if own is None else own
+
+    @property
     def last_layer_is_partial(self) -> bool:
         """True if the last layer has experts, and they see only the rows that need logits."""
         return False
@@ -71,12 +77,16 @@ class DecoderSpec(ModelSpec):
 
     windows: one entry per layer. With a window of n a query sees the last n positions, its own included; with None it
     sees all. window_attention, window_rope: of the layers with a window, None if they are as in the others.
-    recurrent_layers: one entry per layer, or empty for none; a recurrent layer has `recurrent` in place of
-    attention. single_parts: one entry per layer, the only part that it has, or empty if all have a mixer and a block.
-    intermediate_size: of the dense layers. zero_centred_norms: norms multiply by one plus the stored weight.
-    added_norms: what a mixer or a block adds passes a norm first. layer_scales: a factor on the stream behind each
-    layer. logit_softcap: c, of logits that become c tanh(logit / c). mtp: the layer that drafts tokens, which is none
-    of the `num_layers`; None unless it is used.
+    recurrent_layers: one entry per layer, or empty for none; a recurrent layer has `recurrent` in place of attention.
+    shared_choices: one entry per layer, or empty for none; such a layer attends to the positions that the indexer of an
+    earlier layer has chosen, and has no indexer of its own. num_shared_kv: the last layers that attend over keys and
+    values of the last layer of their kind before them; wide_shared_kv: with dense blocks of twice the width.
+    layer_inputs: of layers that get an input of their own, None without. single_parts: one entry per layer, the only
+    part that it has, or empty if all have a mixer and a block. intermediate_size: of the dense layers.
+    zero_centred_norms: norms multiply by one plus the stored weight. added_norms: what a mixer or a block adds passes a
+    norm first. layer_scales: a factor on the stream behind each layer. fused_mlps: a checkpoint has gate and up of
+    dense blocks and of shared experts in one tensor, as Granite does. logit_softcap: c, of logits that become c
+    tanh(logit / c). mtp: the layer that drafts tokens, which is none of the `num_layers`; None unless it is used.
     """
 
     intermediate_size: int
@@ -86,10 +96,15 @@ class DecoderSpec(ModelSpec):
     window_attention: AttentionSpec | None = None
     window_rope: RopeSpec | None = None
     recurrent_layers: tuple[bool, ...] = ()
-    recurrent: DeltaNetSpec | MambaSpec | None = None
+    recurrent: DeltaNetSpec | MambaSpec | ShortConvSpec | None = None
+    shared_choices: tuple[bool, ...] = ()
+    num_shared_kv: int = 0
+    wide_shared_kv: bool = False
+    layer_inputs: LayerInputsSpec | None = None
     single_parts: tuple[LayerPart, ...] = ()
     activation: Activation = field(default_factory=Activation)
     mlp_bias: bool = False
+    fused_mlps: bool = False
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     zero_centred_norms: bool = False
@@ -115,12 +130,32 @@ class DecoderSpec(ModelSpec):
         return not self.single_parts or self.single_parts[layer] == part
 
     def attention_of(self, layer: int) -> AttentionSpec | MlaSpec:
-        return self.attention if self.windows[layer] is None else self.window_attention or self.attention
+        attention = self.attention if self.windows[layer] is None else self.window_attention or self.attention
+        if isinstance(attention, MlaSpec) and attention.indexer is not None and self.shares_choice(layer):
+            return replace(attention, indexer=replace(attention.indexer, is_shared=True))
+        return attention
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends over: itself, or an earlier one."""
+        first_shared = self.num_layers - self.num_shared_kv
+        if layer < first_shared:
+            return layer
+        has_window = self.windows[layer] is not None
+        alike = (n for n in reversed(range(first_shared)) if (self.windows[n] is not None) is has_window)
+        return next(alike, layer)
+
+    def dense_width(self, layer: int) -> int:
+        return self.intermediate_size * (2 if self.wide_shared_kv and self.kv_source(layer) != layer else 1)
+
+    def shares_choice(self, layer: int) -> bool:
+        return bool(self.shared_choices) and self.shared_choices[layer]
 
     @property
     def gpu_obstacle(self) -> str | None:
         """Why no GPU serves the model, in a sentence; None if one does."""
-        if not self.added_norms and not self.single_parts and not isinstance(self.recurrent, MambaSpec):
+        is_indexed = isinstance(self.attention, MlaSpec) and self.attention.indexer is not None
+        has_other_states = isinstance(self.recurrent, MambaSpec | ShortConvSpec)
+        if not (self.added_norms or self.single_parts or is_indexed or has_other_states):
             return None
         return f"--device cuda: models of type {self.model_type!r} are computed on a CPU only so far."
 
@@ -130,13 +165,24 @@ class DecoderSpec(ModelSpec):
         return self.sparse_layers[-1] and self.mtp is None
 
     def of_layers(self, stage: Stage) -> DecoderSpec:
-        """Return the decoder that has the layers of a stage alone, numbered from 0."""
+        """Return the decoder that has the layers of a stage alone, numbered from 0. Raise UnsupportedModel for a stage
+        that begins with a layer that needs another one beside it."""
+        if stage.first < self.num_layers and self.shares_choice(stage.first):
+            raise UnsupportedModel(
+                f"--pipeline-parallel-size: layer {stage.first} attends to the positions that layer {stage.first - 1} "
+                "does, so one rank has both: choose other --layers-per-rank."
+            )
+        if self.layer_inputs is not None or self.num_shared_kv:
+            raise UnsupportedModel(
+                f"--pipeline-parallel-size: layers of this {self.model_type} model are not shared among ranks so far."
+            )
         of_stage = slice(stage.first, stage.end)
         return replace(
             self,
             sparse_layers=self.sparse_layers[of_stage],
             windows=self.windows[of_stage],
             recurrent_layers=self.recurrent_layers[of_stage],
+            shared_choices=self.shared_choices[of_stage],
             single_parts=self.single_parts[of_stage],
         )
 
@@ -150,20 +196,24 @@ class DecoderSpec(ModelSpec):
             sparse_layers=(*self.sparse_layers, self.mtp.is_sparse),
             windows=(*self.windows, None),
             recurrent_layers=(*self.recurrent_layers, False) if self.recurrent_layers else (),
+            shared_choices=(*self.shared_choices, False) if self.shared_choices else (),
         )
 
     @property
     def kv_layers(self) -> tuple[KvLayerSpec, ...]:
         """The KV caches of the layers with attention, that of the MTP layer last."""
         with_attention = (
-            number for number in range(self.num_layers) if self.has("mixer", number) and not self.is_recurrent(number)
+            number
+            for number in range(self.num_layers)
+            if self.has("mixer", number) and not self.is_recurrent(number) and self.kv_source(number) == number
         )
         layers = tuple(_kv_layer(self.attention_of(number), self.windows[number]) for number in with_attention)
         return layers if self.mtp is None else (*layers, _kv_layer(self.attention, None))
 
     @property
     def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
-        """The states of a request in each recurrent layer: inputs of the convolution, and a matrix per head."""
+        """The states of a request in each recurrent layer: inputs of the convolution, and where it has heads a matrix
+        for each."""
         return () if self.recurrent is None else (self.recurrent.states,) * sum(self.recurrent_layers)
 
 
@@ -184,6 +234,14 @@ class MtpSpec:
     norm: str | None
     returns_normed: bool = False
     is_sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputsSpec:
+    """Inputs of `width` channels for each layer, from a table of `vocab_size` tokens and from the embedding."""
+
+    width: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,12 +334,26 @@ class MambaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A convolution of `width` tokens between two gates in place of attention (LFM2). bias: on it and on both
+    projections."""
+
+    channels: int
+    width: int
+    bias: bool = False
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        return (_conv_state(self.width, self.channels),)
+
+
+@dataclass(frozen=True, slots=True)
 class MlaSpec:
     """Multi-head latent attention (https://arxiv.org/abs/2405.04434), served in its absorbed form.
 
     A token caches one latent of ``kv_lora_rank`` channels, normalised, and one rotated key of ``rope_dim`` channels.
     q_lora_rank is None when queries come straight from the hidden state. bias: on the two down projections and the
-    output.
+    output. indexer: None where a token attends to all positions.
     """
 
     num_heads: int
@@ -293,6 +365,24 @@ class MlaSpec:
     scale: float
     bias: bool = False
     latent_norm_eps: float = 1e-6
+    indexer: IndexerSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """Narrow heads that score all positions; a token attends to the `top_k` best (https://arxiv.org/abs/2512.02556,
+    section 2.1).
+
+    A token caches one key of ``head_dim`` channels for them. interleaved: how their heads are rotated, see `RopeSpec`.
+    is_shared: the layer has no such heads, and attends to the positions that an earlier layer has chosen.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool
+    norm_eps: float = 1e-6
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +392,7 @@ class MoeSpec:
     gate_fp32: project the gate in fp32. transposed_experts: the checkpoint stores fused expert matrices [in, out] with
     alternating gate and up channels. own_norms: gate, experts and shared expert have norms of their own, as in Gemma 4
     (`kernels.ops.MoeNorms`). expert_scales: a factor on the weight of each expert. hidden_size: of the rows that
-    experts take, None for the model's.
+    experts take, None for the model's; two projections lead to these rows and back.
     """
 
     num_experts: int
@@ -334,8 +424,9 @@ class KvLayerSpec:
     """The KV cache of one layer.
 
     Per token it holds ``num_heads * key_dim`` numbers and ``num_heads * value_dim`` more. value_dim is 0 if the values
-    are a prefix of the keys. window: the number of tokens that a token sees, itself included; None if it sees all, or
-    if the tokens that it does not see cannot be left out.
+    are a prefix of the keys; where there is an indexer, its keys lie in the place of values. window: the number of
+    tokens that a token sees, itself included; None if it sees all, or if the tokens that it does not see cannot be left
+    out.
     """
 
     num_heads: int
@@ -346,7 +437,9 @@ class KvLayerSpec:
 
 def _kv_layer(attention: AttentionSpec | MlaSpec, window: int | None) -> KvLayerSpec:
     if isinstance(attention, MlaSpec):
-        return KvLayerSpec(1, attention.kv_lora_rank + attention.rope_dim, 0, window)
+        indexer = attention.indexer
+        index_dim = 0 if indexer is None or indexer.is_shared else indexer.head_dim
+        return KvLayerSpec(1, attention.kv_lora_rank + attention.rope_dim, index_dim, window)
     return KvLayerSpec(attention.num_kv_heads, attention.head_dim, attention.head_dim, window)
 
 

@@ -89,7 +89,7 @@ def pools_by_layer(
 ) -> LayerPools:
     """Return the pools of every layer of a decoder, in its order, then that of an MTP layer.
 
-    kv_layers: the pools of the layers with attention. A layer without a mixer has an empty one.
+    kv_layers: the pools of the layers with keys and values of their own. A layer without a mixer has an empty one.
     """
     kv, states = iter(kv_layers), iter(() if state_pool is None else state_pool.layers)
     pools: LayerPools = []
@@ -97,10 +97,11 @@ def pools_by_layer(
         if not spec.has("mixer", layer):
             pools.append((torch.empty(0), None))
         elif spec.is_recurrent(layer):
-            conv, recurrent = next(states)
-            pools.append((conv, recurrent))
+            conv, *heads = next(states)
+            pools.append((conv, heads[0] if heads else None))
         else:
-            pools.append(next(kv))
+            source = spec.kv_source(layer)
+            pools.append(next(kv) if source == layer else pools[source])
     return [*pools, *kv]
 
 

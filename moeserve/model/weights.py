@@ -29,15 +29,28 @@ from moeserve.model.checkpoint import (
     plan_weights,
     read_index,
 )
-from moeserve.model.decoder import Border, Decoder, DecoderLayer, GqaAttention, MlaAttention, MtpLayer
+from moeserve.model.decoder import Border, Decoder, DecoderLayer, GqaAttention, Mixer, MlaAttention, MtpLayer
 from moeserve.model.delta_net import GatedDeltaNet, by_part
 from moeserve.model.dummy import is_dummy_folder
 from moeserve.model.expert_weights import ExpertReader
+from moeserve.model.indexer import Indexer
+from moeserve.model.layer_inputs import LayerInput, LayerInputs
 from moeserve.model.mamba import Mamba2
 from moeserve.model.norms_over_ranks import Partners
 from moeserve.model.rounding import NO_ROUNDING, Rounding, fine
 from moeserve.model.shards import sharded
-from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, DeltaNetSpec, MambaSpec, MlaSpec
+from moeserve.model.shared_keys import SharedKeysAttention
+from moeserve.model.short_conv import ShortConv
+from moeserve.model.spec import (
+    AttentionSpec,
+    CheckpointError,
+    DecoderSpec,
+    DeltaNetSpec,
+    IndexerSpec,
+    MambaSpec,
+    MlaSpec,
+    ShortConvSpec,
+)
 from moeserve.model.tensor_reader import Progress, TensorReader
 
 DispatchOf = Callable[[int], Dispatch]
@@ -105,6 +118,7 @@ def load_decoder(
             mtp=None if plan.mtp is None else _load_mtp(spec, plan.mtp, ops, reader, dtype, rounding),
             border=border,
             partners=partners,
+            layer_inputs=loader.layer_inputs(plan.outer) if "layer_embedding" in plan.outer else None,
         )
 
 
@@ -147,15 +161,25 @@ class _Loader:
         self._dispatch_of, self._observers, self._packed_experts = dispatch_of, observers, packed_experts
         self._first_place, self._partners = first_place, partners
 
-    def embedding(self, stored: StoredTensor) -> Matrix:
-        """Load the table into memory of its own. Rows are widened when looked up, so it may have fewer bits."""
-        if self._rounding.stored_format("embedding", stored) is not None:
+    def embedding(self, stored: StoredTensor, key: str = "embedding") -> Matrix:
+        """Load a table into memory of its own. Rows are widened when looked up, so it may have fewer bits."""
+        if self._rounding.stored_format(key, stored) is not None:
             rows = self._reader.read_quantised(stored)
             return QuantizedRows(rows.format, rows.data.clone(), rows.depth, rows.order)
         narrow = self._ops.keeps_narrow and self._dtype == torch.float32
         wide = torch.bfloat16 if self._rounding.narrow else self._dtype
         table = self._tensor(stored, _NARROW.get(stored.dtype, wide) if narrow else self._dtype)
-        return self._rounding.apply(table, "embedding")
+        return self._rounding.apply(table, key)
+
+    def layer_inputs(self, tensors: Tensors) -> LayerInputs:
+        table = self._ops.pack_table(self.embedding(tensors["layer_embedding"], "layer_embedding"), self._dtype)
+        norm = NormWeights(self._norm_weight(tensors["layer_norm"]), None, self._spec.norm_eps)
+        projection = self.linear(tensors, "layer_projection")
+        return LayerInputs(self._ops, table, projection, norm, hidden_size=self._spec.hidden_size)
+
+    def _layer_input(self, tensors: Tensors) -> LayerInput:
+        gate, out = self.linear(tensors, "input_gate"), self.linear(tensors, "input_out")
+        return LayerInput(self._ops, gate, out, self.norm(tensors, "after_input"), self._spec.activation)
 
     def layer(self, plan: LayerPlan, number: int) -> DecoderLayer:
         tensors, has = plan.tensors, self._spec.has
@@ -167,6 +191,7 @@ class _Loader:
             self._optional_norm(tensors, "after_mixer"),
             self._optional_norm(tensors, "after_block"),
             float(self._reader.read(tensors["scale"], torch.float32)) if "scale" in tensors else 1.0,
+            self._layer_input(tensors) if "input_gate" in tensors else None,
         )
 
     def _block(self, plan: LayerPlan, number: int) -> MoeLayer | GatedBlock:
@@ -216,17 +241,32 @@ class _Loader:
             return self._rows([stored], dtype, key)
         return self._reader.read_quantised(stored)
 
-    def _mixer(self, tensors: Tensors, number: int) -> GqaAttention | MlaAttention | GatedDeltaNet | Mamba2:
+    def _mixer(self, tensors: Tensors, number: int) -> Mixer:
         """Load the part that mixes the tokens in layer ``number``."""
         spec = self._spec
         if spec.recurrent is not None and spec.is_recurrent(number):
             if isinstance(spec.recurrent, MambaSpec):
                 return self._mamba(tensors, spec.recurrent)
+            if isinstance(spec.recurrent, ShortConvSpec):
+                return self._short_conv(tensors)
             return self._delta_net(tensors, spec.recurrent)
         attention = spec.attention_of(number)
         if isinstance(attention, MlaSpec):
             return self._mla(tensors, attention)
+        if spec.kv_source(number) != number:
+            return self._shared_keys(tensors, attention, spec.windows[number])
         return self._gqa(tensors, attention, spec.windows[number])
+
+    def _shared_keys(self, tensors: Tensors, spec: AttentionSpec, window: int | None) -> SharedKeysAttention:
+        return SharedKeysAttention(
+            spec,
+            self._ops,
+            self.linear(tensors, "q"),
+            self.linear(tensors, "o"),
+            window=window,
+            interleaved=self._spec.rope.interleaved,
+            norm=NormWeights(self._norm_weight(tensors["q_norm"]), None, self._spec.norm_eps),
+        )
 
     def _delta_net(self, tensors: Tensors, spec: DeltaNetSpec) -> GatedDeltaNet:
         heads = DeltaHeads(
@@ -249,6 +289,15 @@ class _Loader:
             conv=self._tensor(tensors["conv"]).T.contiguous(),
             heads=heads,
             norm=NormWeights(self._tensor(tensors["delta_norm"]), None, self._spec.norm_eps),
+        )
+
+    def _short_conv(self, tensors: Tensors) -> ShortConv:
+        return ShortConv(
+            self._ops,
+            self.linear(tensors, "projections"),
+            self.linear(tensors, "out"),
+            conv=self._tensor(tensors["conv"]).T.contiguous(),
+            conv_bias=self._optional(tensors, "conv.bias"),
         )
 
     def _mamba(self, tensors: Tensors, spec: MambaSpec) -> Mamba2:
@@ -303,11 +352,24 @@ class _Loader:
             interleaved=self._spec.rope.interleaved,
             q_b=self.linear(tensors, "q_b") if low_rank else None,
             q_norm=self._optional(tensors, "q_norm"),
+            indexer=None if spec.indexer is None or spec.indexer.is_shared else self._indexer(tensors, spec.indexer),
+        )
+
+    def _indexer(self, tensors: Tensors, spec: IndexerSpec) -> Indexer:
+        return Indexer(
+            spec,
+            self._ops,
+            self.linear(tensors, "index_q"),
+            self.linear(tensors, "index_k"),
+            self.linear(tensors, "index_weights", dtype=torch.float32),
+            NormWeights(self._tensor(tensors["index_norm"]), self._tensor(tensors["index_norm.bias"]), spec.norm_eps),
         )
 
     def _gated(self, tensors: Tensors, prefix: str) -> GatedBlock:
         """Load a dense block from the tensors whose names begin with ``prefix``."""
-        first_names = ("gate", "up") if self._spec.activation.is_gated else ("up",)
+        first_names: tuple[str, ...] = ("gate", "up") if self._spec.activation.is_gated else ("up",)
+        if f"{prefix}gate_up" in tensors:
+            first_names = ("gate_up",)
         *firsts, down = keys = [f"{prefix}{name}" for name in (*first_names, "down")]
         formats = [self._rounding.stored_format(key, tensors[key]) for key in keys]
         if None not in formats and len(set(formats[:-1])) == 1:
@@ -327,7 +389,7 @@ class _Loader:
     def _pack_gated(
         self, tensors: Tensors, firsts: Sequence[str], down_key: str, gate_up: Matrix, down: Matrix
     ) -> GatedBlock:
-        """firsts: the keys of gate and up, or of up alone."""
+        """firsts: the keys of gate and up, of both as one, or of up alone."""
         up_bias, down_bias = (self._biases(tensors, keys, self._dtype) for keys in (firsts, [down_key]))
         return self._ops.pack_gated((gate_up, down, up_bias, down_bias), self._spec.activation, self._dtype)
 
@@ -347,12 +409,16 @@ class _Loader:
             correction_bias=self._optional(tensors, "correction_bias", torch.float32),
             expert_scales=self._optional(tensors, "expert_scales", torch.float32),
             norms=self._moe_norms(tensors) if moe.own_norms else None,
+            latent=None if moe.hidden_size is None else self._latent(tensors),
             shared=None if moe.shared is None else self._gated(tensors, "shared."),
             shared_gate=self.linear(tensors, "shared_gate") if "shared_gate" in tensors else None,
             dispatch=None if self._dispatch_of is None else self._dispatch_of(number),
             place=place,
             observers=self._observers,
         )
+
+    def _latent(self, tensors: Tensors) -> tuple[Linear, Linear]:
+        return self.linear(tensors, "latent_down"), self.linear(tensors, "latent_up")
 
     def _moe_norms(self, tensors: Tensors) -> MoeNorms:
         # The gate's norm has no weights; each channel has a scale, and all of them share one.

@@ -223,6 +223,15 @@ def _mla(**fields: object) -> object:
     return change
 
 
+def _indexer(**fields: object) -> object:
+    def change(spec: DecoderSpec) -> DecoderSpec:
+        assert isinstance(spec.attention, MlaSpec)
+        assert spec.attention.indexer is not None
+        return replace(spec, attention=replace(spec.attention, indexer=replace(spec.attention.indexer, **fields)))
+
+    return change
+
+
 def _moe(**fields: object) -> object:
     def change(spec: DecoderSpec) -> DecoderSpec:
         assert isinstance(spec.moe, MoeSpec)
@@ -246,6 +255,9 @@ _CHANGES = {
     "clip": _gqa(clip_qkv=None),
     "scale": _gqa(scale=0.25),
     "mla scale": _mla(scale=24**-0.5),
+    "fewer positions": _indexer(top_k=5),
+    "halves of the indexer": _indexer(interleaved=False),
+    "pairs of the indexer": _indexer(interleaved=True),
     "embedding": lambda spec: replace(spec, embedding_multiplier=1.0),
     "residual": lambda spec: replace(spec, residual_multiplier=1.0),
     "divisor": lambda spec: replace(spec, logit_divisor=1.0),
@@ -293,6 +305,9 @@ _CHANGES = {
         ("dots1", "group score"),
         ("deepseek_v3-yarn", "groups"),
         ("phimoe-longrope", "jitter"),
+        ("deepseek_v32-yarn", "fewer positions"),
+        ("deepseek_v32-yarn", "pairs of the indexer"),
+        ("glm_moe_dsa", "halves of the indexer"),
     ],
 )
 def test_every_field_of_the_spec_changes_the_logits(case: str, change: str) -> None:

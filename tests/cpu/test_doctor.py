@@ -73,7 +73,7 @@ def test_parameters_are_those_of_transformers(case: str, tmp_path: Path) -> None
     config = config_of(case)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    buffers = [pair for pair in model.named_buffers() if pair[0].endswith(("correction_bias", "layer_scalar"))]
+    buffers = [pair for pair in model.named_buffers() if pair[0].endswith(("_bias", "layer_scalar"))]
     named = [(name, tensor) for name, tensor in [*model.named_parameters(), *buffers] if "vision" not in name]
     config.save_pretrained(tmp_path)
     spec = spec_of(tmp_path)
@@ -341,9 +341,9 @@ def test_transformers_classes_say_of_our_own_types_what_we_say(case: str, tmp_pa
     assert parameters_of(theirs) == parameters_of(ours)
     if theirs.keeps_snapshots:  # Not of a rotary embedding that looks at the tokens.
         assert kv_block_bytes(theirs.kv_layers, 1, torch.float32) == kv_block_bytes(ours.kv_layers, 1, torch.float32)
-        # Their short convolution keeps one token more; the other state is larger.
+        # Their short convolution keeps one token more; the other state, where there is one, is larger.
         matrices = ([max(prod(state.shape) for state in layer) for layer in s.state_layers] for s in (ours, theirs))
-        assert next(matrices) == next(matrices)
+        assert next(matrices) == next(matrices) or not any(len(layer) > 1 for layer in ours.state_layers)
     if not ours.state_layers:  # These have a name of their own in ours.
         assert sorted(kinds_of_layers(theirs)) == sorted(kinds_of_layers(ours))
 
@@ -362,7 +362,7 @@ def test_a_published_model_on_transformers_code_is_described_from_its_configurat
     assert said.stderr == ""
 
 
-@pytest.mark.parametrize("model_type", ["jamba", "kimi_linear", "gemma4"])
+@pytest.mark.parametrize("model_type", ["jamba", "kimi_linear", "afmoe"])
 def test_of_transformers_code_too_a_start_takes_what_is_said(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     code = save_tiny(model_type, tmp_path / "whole")
@@ -391,12 +391,12 @@ def test_what_transformers_keeps_in_a_form_of_its_own_is_not_known(tmp_path: Pat
 
 
 def test_code_of_a_model_folder_never_runs(tmp_path: Path, machine: None) -> None:
-    tiny_config("lfm2_moe").save_pretrained(tmp_path)
+    tiny_config("afmoe").save_pretrained(tmp_path)
     (tmp_path / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     path = tmp_path / "config.json"
     own = {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
     path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": own}))
-    assert "lfm2_moe (transformers)" in ask(tmp_path).stdout
+    assert "afmoe (transformers)" in ask(tmp_path).stdout
     assert not (tmp_path / "ran").exists()
 
 
@@ -406,9 +406,10 @@ def test_code_of_a_model_folder_never_runs(tmp_path: Path, machine: None) -> Non
         ("{", "is not valid JSON"),
         ("[1]", "does not hold a JSON object"),
         ('{"model_type": "never_heard_of"}', "'never_heard_of'"),
-        ('{"model_type": "lfm2_moe", "hidden_size": 1e400}', "hidden_size"),
-        ('{"model_type": "lfm2_moe", "hidden_size": "x"}', "hidden_size"),
-        ('{"model_type": "lfm2_moe", "num_hidden_layers": 100000000}', "num_hidden_layers"),
+        ('{"model_type": "afmoe", "hidden_size": 1e400}', "hidden_size"),
+        ('{"model_type": "afmoe", "hidden_size": "x"}', "hidden_size"),
+        ('{"model_type": "afmoe", "num_hidden_layers": 100000000}', "num_hidden_layers"),
+        ('{"model_type": "lfm2_moe", "conv_L_cache": 1}', "conv_L_cache"),
         ('{"model_type": "gemma4", "text_config": {"num_experts": 100000000}}', "num_experts"),
         ('{"model_type": "mixtral", "hidden_size": 1e400}', "hidden_size"),
         ('{"model_type": "mixtral", "num_local_experts": -4}', "num_local_experts"),
@@ -437,7 +438,7 @@ def test_any_value_of_any_key_gives_an_answer_or_one_sentence(case: str, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", ["jamba", "deepseek_v32"])
+@pytest.mark.parametrize("model_type", ["jamba", "axk2"])
 def test_so_it_does_for_transformers_code(model_type: str, tmp_path: Path) -> None:
     try_values(json.loads(tiny_config(model_type).to_json_string(use_diff=False)), tmp_path)
 

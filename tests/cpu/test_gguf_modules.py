@@ -45,9 +45,19 @@ _PLAIN = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
 NATIVE: dict[str, tuple[str, dict[str, object]]] = {
     "gemma4": ("gemma4", {**_PLAIN, "attention_k_eq_v": True, "final_logit_softcapping": 3.0}),
     "gemma4-dense": ("gemma4", {**_PLAIN, "enable_moe_block": False}),
+    "gemma4-layer-inputs": ("gemma4", {}),
     "nemotron_h_moe": ("nemotron_h_moe", {}),
+    "nemotron_h_moe-latent": ("nemotron_h_moe", {"moe_latent_size": 32}),
+    "glm-dsa": ("glm-dsa", {}),
+    "granitemoe": ("granitemoe", {}),
+    "granitehybrid": ("granitehybrid", {"mamba_n_groups": 2}),
+    "granitehybrid-dense": (
+        "granitehybrid",
+        {"num_local_experts": 0, "intermediate_size": 48, "position_embedding_type": "rope"},
+    ),
+    "lfm2moe": ("lfm2moe", {}),
 }
-_PACKED = ("lfm2moe", "granitehybrid", "nemotron_h_moe")
+_PACKED = ("lfm2moe", "granitehybrid", "nemotron_h_moe", "glm-dsa", "afmoe")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -217,7 +227,7 @@ def test_a_field_that_is_absent_has_the_value_of_llama_cpp(architecture: str, tm
 
 
 def test_rows_stay_floats_on_transformers_code(tmp_path: Path) -> None:
-    write("lfm2moe", tmp_path, in_kinds(Kind.Q8_0))
+    write("afmoe", tmp_path, in_kinds(Kind.Q8_0))
     folder = gguf_folder(tmp_path / "tiny.gguf", tmp_path / "cache")
     assert not plan_model(folder, BASE).rounding.rounds_rows
     with pytest.raises(ConfigError, match="--arithmetic int8 is for models"):

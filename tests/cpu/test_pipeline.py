@@ -39,7 +39,7 @@ def split(case: str) -> dict[str, object]:
     return {} if layers is None else {"layers_per_rank": layers, "pipeline_parallel_size": layers.count(",") + 1}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "gemma4_text-layer-inputs"])
 def test_every_family_has_the_bits_of_one_rank(case: str, tmp_path: Path) -> None:
     save(case, tmp_path)
     one = TokenEngine(tmp_path, replace(BASE, max_num_batched_tokens=64))

@@ -32,7 +32,7 @@ for folder in sys.argv[1:]:
 
 
 def test_a_copy_of_a_process_that_has_planned_computes_on_several_threads(tmp_path: Path) -> None:
-    folders = [tmp_path / model_type for model_type in ("gemma4_text", "mixtral")]
+    folders = [tmp_path / model_type for model_type in ("afmoe", "mixtral")]
     for folder in folders:
         folder.mkdir()
         save_tiny(folder.name, folder)

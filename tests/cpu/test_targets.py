@@ -25,6 +25,7 @@ TESTS_OF_KERNELS = (
     "test_bfloat16_products",
     "test_checksum",
     "test_fewer_calls",
+    "test_indexed_attention",
     "test_kv_dtypes",
     "test_linear_and_experts",
     "test_moe_gate",

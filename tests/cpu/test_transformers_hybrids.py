@@ -27,6 +27,8 @@ from tests.support.llm_prompts import (
 from tests.support.tiny_transformers import save_tiny
 from tests.support.transformers_parity import TOLERANCE, Memory, worst_difference
 
+THEIRS = replace(BASE, model_impl="transformers")
+
 
 @pytest.fixture(
     scope="module",
@@ -45,14 +47,14 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def alone(model_dir: Path) -> list[Completion]:
-    return complete_alone(model_dir)
+    return complete_alone(model_dir, config=THEIRS)
 
 
 @pytest.mark.parametrize("changes", [{"max_num_seqs": 3, "max_num_batched_tokens": 5}, {"max_num_batched_tokens": 256}])
 def test_hybrids_give_the_same_bits_in_any_batch_and_chunking_cold_and_cached(
     model_dir: Path, alone: list[Completion], changes: dict[str, int]
 ) -> None:
-    llm = TokenEngine(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
+    llm = TokenEngine(model_dir, replace(THEIRS, **changes))  # type: ignore[arg-type]
     assert_same_cold_and_cached(llm, alone)
     assert llm.scheduler.counters.prefix_hit_tokens > 100
 
@@ -62,7 +64,7 @@ def test_on_transformers_code_a_hit_at_every_block_border_gives_the_same_bits(
 ) -> None:
     # As the policy stands, a snapshot is saved only where it spares many tokens.
     monkeypatch.setattr("moeserve.engine.planner.StatePolicy", partial(StatePolicy, min_gain=1))
-    hits, alone = complete_at_every_border(model_dir)
+    hits, alone = complete_at_every_border(model_dir, THEIRS)
     assert_same(hits, alone)
 
 

@@ -100,7 +100,7 @@ def test_rounded_weights_give_the_same_bits_from_few_slots_and_from_the_cache(
     model_type: str, quantization: str, tmp_path: Path
 ) -> None:
     folder = save(model_type, tmp_path / "model")
-    config = replace(BASE, quantization=quantization)
+    config = replace(BASE, quantization=quantization, model_impl="transformers")
     expected = TokenEngine(folder, config).generate(PROMPTS, GREEDY)
     spec, dtype = read_any_spec(folder, config)
     layouts = layouts_in_store(folder, spec, dtype, rounding_of(config, spec, read_index(folder)))

@@ -84,7 +84,7 @@ def test_a_context_that_all_kv_together_does_not_hold_fits_with_window_blocks(
 
 
 def test_layers_that_keep_a_window_in_transformers_code_have_window_blocks(tmp_path: Path) -> None:
-    save_tiny("gemma4", tmp_path)
+    save_tiny("afmoe", tmp_path)
     llm = TokenEngine(tmp_path, replace(BASE, max_num_seqs=4, max_num_batched_tokens=16))
     assert llm.caches[0].windows.num_blocks
     with without_window_blocks():

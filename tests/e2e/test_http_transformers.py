@@ -31,9 +31,9 @@ def test_a_gguf_file_on_transformers_code_is_served_from_its_blocks(tmp_path: Pa
         kinds = gguf.GGMLQuantizationType
         return kinds.F32 if "gate_inp" in name or values.shape[-1] % 32 else kinds.Q8_0
 
-    code = tiny("granitehybrid")
+    code = tiny("afmoe")
     code.outer.save_pretrained(tmp_path / "saved")
-    write_module_gguf(tmp_path / "tiny.gguf", "granitehybrid", code, tmp_path / "saved", in_blocks)
+    write_module_gguf(tmp_path / "tiny.gguf", "afmoe", code, tmp_path / "saved", in_blocks)
     body = {"model": "m", "prompt": "&" * 40 + "$#", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     with service(tmp_path / "tiny.gguf", tmp_path / "run", "--max-model-len", "128") as running:
         told = running.http.get("/v1/models").json()["data"][0]["arithmetic"]

@@ -185,7 +185,10 @@ def _granite(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
     if own == "block_sparse_moe.input_linear.weight":
         return dict(zip(("ffn_gate_exps.weight", "ffn_up_exps.weight"), values.chunk(2, 1), strict=True))
     if own == "shared_mlp.input_linear.weight":
-        return dict(zip(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), values.chunk(2, 0), strict=True))
+        names = [f"ffn_{part}{'_shexp' if c.num_local_experts else ''}.weight" for part in ("gate", "up")]
+        return dict(zip(names, values.chunk(2, 0), strict=True))
+    if own == "shared_mlp.output_linear.weight" and not c.num_local_experts:
+        return {"ffn_down.weight": values}
     if own.startswith(("self_attn.q_proj", "self_attn.k_proj")):
         heads = c.num_attention_heads if "q_proj" in own else c.num_key_value_heads
         stem = "attn_q" if "q_proj" in own else "attn_k"
@@ -244,6 +247,8 @@ def _nemotron_fields(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_expert_weights_norm(c.norm_topk_prob)
     writer.add_expert_weights_scale(c.routed_scaling_factor)
     writer.add_expert_group_count(c.n_group)
+    if c.moe_latent_size is not None:
+        writer.add_moe_latent_size(c.moe_latent_size)
 
 
 def _nemotron(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:

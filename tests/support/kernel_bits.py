@@ -22,6 +22,7 @@ from kernels.cpu.experts import PanelLayout
 from kernels.cpu.library import native_kernels
 from kernels.cpu.quantised import quantise
 from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule
+from kernels.indexed_attention import choose_positions, indexed_attention
 from kernels.kv_rows import pack_rows, row_width
 from kernels.linear import Linear, PanelLinear, pack_linear
 from kernels.mamba import MambaHeads, mamba1_scan, mamba2_scan
@@ -117,6 +118,18 @@ def _attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, batches:
         yield paged_attention(q, keys, values, plan, scale=dim**-0.5, window=window, sinks=sinks)
 
 
+def _indexed(dtype: torch.dtype, batches: int) -> Iterator[Tensor]:
+    index_keys, keys = (pack_rows(torch.randn(1, 1024, dim), dtype) for dim in (32, 80))
+    for _ in range(batches):
+        blocks = array("i", torch.randperm(128).tolist())
+        spans = [ChunkSpan(length, int(torch.randint(0, 900, ())), blocks) for length in (9, 1, 40)]
+        plan = AttentionPlan(spans, 8)
+        chosen = choose_positions(torch.randn(50, 7, 32), torch.randn(50, 7), index_keys, plan, 200)
+        places = torch.cat([torch.arange(span.start, span.start + span.num_tokens) for span in spans])
+        yield chosen[places >= 200]
+        yield indexed_attention(torch.randn(50, 5, 80), keys, plan, chosen, scale=0.1)
+
+
 def _rotation(dtype: torch.dtype, batches: int) -> Iterator[Tensor]:
     for number in range(batches):
         qkv = torch.randn(33, 6 + 2 * 2, 32)
@@ -187,6 +200,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         for heads, kv_heads, dim in ((9, 3, 64), (16, 2, 128), (5, 1, 32)):
             yield f"attention {dtype} {heads}/{kv_heads} of {dim}", partial(_attention, dtype, heads, kv_heads, dim)
         yield f"rotation {dtype}", partial(_rotation, dtype)
+        yield f"indexed attention {dtype}", partial(_indexed, dtype)
     yield "norms", _norms
     yield "gate softmax", partial(_gate, GateSpec(3, renormalise=True))
     yield "gate sigmoid", partial(_gate, GateSpec(3, score="sigmoid"))

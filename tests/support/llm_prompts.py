@@ -63,9 +63,10 @@ def complete_alone(
     return [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)]
 
 
-def complete_at_every_border(model_dir: Path) -> tuple[list[Completion], list[Completion]]:
+def complete_at_every_border(model_dir: Path, config: ServeConfig = BASE) -> tuple[list[Completion], list[Completion]]:
     """Complete prompts that are cached up to each of some block borders, and the same without a cache."""
-    llm, uncached = TokenEngine(model_dir, BASE), TokenEngine(model_dir, replace(BASE, enable_prefix_caching=False))
+    llm = TokenEngine(model_dir, config)
+    uncached = TokenEngine(model_dir, replace(config, enable_prefix_caching=False))
     hits, alone = [], []
     for number, border in enumerate(range(BLOCK, 24, BLOCK)):
         prompt = [number + 1, *PROMPTS[3][:24]]

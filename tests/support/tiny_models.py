@@ -93,6 +93,39 @@ _NEMOTRON = {
     "moe_shared_expert_intermediate_size": 48,
     "routed_scaling_factor": 1.7,
 }
+_GRANITE = {
+    "num_local_experts": 8,
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 4.0,
+}
+_GRANITE_HYBRID = {
+    **_GRANITE,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
+_LFM2 = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "num_dense_layers": 1,
+    "routed_scaling_factor": 1.7,
+}
+# Many heads: with few of them several positions have the score 0.
+_INDEXER = {
+    **_MLA,
+    "q_lora_rank": 24,
+    "index_topk": 6,
+    "index_n_heads": 24,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
 _NOAUX = {"n_routed_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16}
 
 # Case name -> (class prefix, what differs from the base). With `vision_config` the model reads images as well.
@@ -146,14 +179,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 1.5}),
     "olmoe-mha": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
-    "granitemoe": (
-        "GraniteMoe",
+    "granitemoe": ("GraniteMoe", {name: value for name, value in _GRANITE.items() if "shared" not in name}),
+    "granitemoeshared": ("GraniteMoeShared", _GRANITE),
+    "granitemoehybrid": ("GraniteMoeHybrid", _GRANITE_HYBRID),
+    "granitemoehybrid-dense-rope": (
+        "GraniteMoeHybrid",
         {
-            "num_local_experts": 8,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.3,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 4.0,
+            **_GRANITE_HYBRID,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_n_groups": 1,
+        },
+    ),
+    "lfm2_moe": ("Lfm2Moe", _LFM2),
+    "lfm2_moe-biases": (
+        "Lfm2Moe",
+        {
+            **_LFM2,
+            "layer_types": ["full_attention", "conv", "full_attention"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "use_expert_bias": False,
+            "tie_word_embeddings": False,
         },
     ),
     "phimoe": ("Phimoe", {"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True}),
@@ -254,6 +303,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4_text-dense": ("Gemma4", {**_GEMMA, "enable_moe_block": False, "attention_bias": True}),
+    "gemma4_text-layer-inputs": (
+        "Gemma4",
+        {
+            **_GEMMA,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "enable_moe_block": False,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 128,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "gemma4": (
         "Gemma4",
         {
@@ -278,6 +340,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layers_block_type": ["moe", "linear_attention", "mlp", "full_attention", "linear_attention"],
             "use_bias": True,
             "mlp_bias": True,
+            "moe_latent_size": 40,
             "n_groups": 1,
             "n_group": 4,
             "topk_group": 2,
@@ -295,6 +358,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.1},
         },
     ),
+    "deepseek_v32-yarn": (
+        "DeepseekV32",
+        {
+            **_INDEXER,
+            "qk_rope_head_dim": 16,
+            "index_head_dim": 32,
+            "attention_bias": True,
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.1},
+        },
+    ),
+    # Attention over latents and angles of a width that the compiled kernels do not take.
+    "glm_moe_dsa": ("GlmMoeDsa", {**_INDEXER, "index_head_dim": 16, "indexer_types": ["full", "shared", "full"]}),
 }
 
 
@@ -322,7 +397,7 @@ def build(case: str, **further: Any) -> Any:
     model = getattr(transformers, f"{prefix}For{task}")(config).eval()
     with torch.no_grad():
         tensors = list(model.named_parameters())
-        tensors += [pair for pair in model.named_buffers() if pair[0].endswith(("correction_bias", "layer_scalar"))]
+        tensors += [pair for pair in model.named_buffers() if pair[0].endswith(("_bias", "layer_scalar"))]
         for name, tensor in tensors:
             is_norm = "norm" in name and tensor.dim() == 1 and "bias" not in name
             if is_norm or name.endswith(("scale", "layer_scalar")):

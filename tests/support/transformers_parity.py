@@ -274,8 +274,6 @@ hit, and compares with the model's own forward (largest difference of logits: {t
 `python -m tests.support.transformers_parity` writes this page.
 
 - **Code**: `native` is our own decoder; `--model-impl transformers` computes these types by transformers' code, too.
-  Models of `gemma4` with embeddings for each layer or layers that share keys and values (E2B, E4B), and of `nemotron_h`
-  with experts in a narrower space (`moe_latent_size`), are on transformers' code.
 - **Mixers**, on transformers' code: `together` is one call for all requests of a step. `apart` is one call per request
   (single tokens of layers that keep nothing but states share one); projections are read once per request there.
   Attention modules whose code says what llama's or qwen3's says are computed by our kernels from the projections on,

@@ -21,6 +21,7 @@ from moeserve.model.spec import (
     StateShape,
     UnsupportedModel,
 )
+from moeserve.model.stages import Stage
 
 _MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
@@ -79,6 +80,45 @@ def test_latent_attention_caches_one_head_whose_values_are_its_keys() -> None:
     assert spec.moe is not None
     assert spec.moe.shared is not None
     assert spec.moe.shared.intermediate_size == 48
+
+
+_INDEXED: dict[str, Any] = {
+    **_DEEPSEEK,
+    "q_lora_rank": 24,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "layer_types": ["indexed_attention"] * 3,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 7,
+}
+
+
+def test_keys_of_an_indexer_lie_beside_the_latents() -> None:
+    spec = build_spec({**_INDEXED, "model_type": "deepseek_v32"})
+    assert spec.kv_layers == (KvLayerSpec(1, 40, 16),) * 3
+    assert spec.gpu_obstacle == "--device cuda: models of type 'deepseek_v32' are computed on a CPU only so far."
+    types = {"indexer_types": ["full", "shared", "full"]}
+    spec = build_spec({**_INDEXED, "model_type": "glm_moe_dsa", **types})
+    assert spec.kv_layers == (KvLayerSpec(1, 40, 16), KvLayerSpec(1, 40, 0), KvLayerSpec(1, 40, 16))
+    assert spec.of_layers(Stage(0, 2, 3)).kv_layers == spec.kv_layers[:2]
+    with pytest.raises(UnsupportedModel, match="layer 1 attends to the positions that layer 0 does, so one rank has"):
+        spec.of_layers(Stage(1, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"indexer_types": ["shared", "full", "full"]}, "indexer_types do not say how each layer"),
+        ({"indexer_types": ["full", "full"]}, "indexer_types do not say how each layer"),
+        ({"indexer_types": ["full", "none", "full"]}, "indexer_types do not say how each layer"),
+        ({"index_head_dim": 4}, "heads of 4 cannot rotate 8 channels"),
+        ({"layer_types": ["full_attention"] * 3}, "with layers without an indexer are not supported"),
+        ({"index_topk": 0}, "index_topk is 0"),
+    ],
+)
+def test_an_indexer_that_cannot_choose_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        build_spec({**_INDEXED, "model_type": "glm_moe_dsa", "indexer_types": ["full"] * 3, **changes})
 
 
 def test_several_end_tokens_are_kept() -> None:
@@ -170,8 +210,8 @@ def test_a_missing_value_is_named() -> None:
         build_spec(config)
 
 
-def test_twenty_seven_types_are_served() -> None:
-    assert len(supported_model_types()) == 27
+def test_thirty_two_types_are_served() -> None:
+    assert len(supported_model_types()) == 32
 
 
 _HYBRID: dict[str, Any] = {
@@ -225,6 +265,16 @@ def test_layers_with_a_window_may_have_heads_and_angles_of_their_own() -> None:
     assert spec.gpu_obstacle == "--device cuda: models of type 'gemma4_text' are computed on a CPU only so far."
 
 
+def test_layers_that_share_keys_and_values_keep_none_of_their_own() -> None:
+    spec = build_spec({**_GEMMA, "num_kv_shared_layers": 1})
+    assert spec.kv_layers == (KvLayerSpec(2, 16, 16, 8), KvLayerSpec(1, 32, 32))
+    assert [spec.kv_source(layer) for layer in range(3)] == [0, 1, 0]
+    with pytest.raises(UnsupportedModel, match="--pipeline-parallel-size: layers of this gemma4_text model"):
+        spec.of_layers(Stage(0, 2, 3))
+    with pytest.raises(ModelError, match="No earlier layer of this gemma4 model has the keys"):
+        build_spec({**_GEMMA, "num_kv_shared_layers": 2})
+
+
 def test_layers_whose_parts_have_norms_behind_them_are_not_shared_among_ranks() -> None:
     with pytest.raises(UnsupportedModel, match=r"--tensor-parallel-size 2: .*gemma4_text"):
         check_shards(build_spec(_GEMMA), 2)
@@ -233,8 +283,10 @@ def test_layers_whose_parts_have_norms_behind_them_are_not_shared_among_ranks() 
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"hidden_size_per_layer_input": 16}, "embeddings of their own"),
-        ({"num_kv_shared_layers": 1}, "layers that share keys and values"),
+        (
+            {"num_kv_shared_layers": 1, "use_double_wide_mlp": True, "enable_moe_block": True},
+            "experts beside dense blocks of two widths",
+        ),
         ({"use_bidirectional_attention": "all"}, "attention in both directions"),
     ],
 )
@@ -246,7 +298,6 @@ def test_models_of_a_type_that_our_own_code_computes_in_part_are_left_to_transfo
     assert is_native({"model_type": "gemma4", "text_config": _GEMMA}, "auto")
     assert not is_native(config, "auto")
     assert not is_native({"model_type": "gemma4", "text_config": config}, "auto")
-    assert not is_native({"model_type": "gemma4", "text_config": [config]}, "auto")
     with pytest.raises(UnsupportedModel, match=part):
         build_spec(config)
 

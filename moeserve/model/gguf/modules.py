@@ -72,7 +72,7 @@ _IN_A_WHOLE = (("model.language_model.", "model."),)
 _FREQUENCIES = r"rope_freqs\.weight"
 _PAIRS: Mapping[str, Arrangement] = {"attn_q.": "pairs", "attn_k.": "pairs"}
 ROWS: Mapping[str, Row] = {
-    "granitehybrid": Row(arrangements={**_MAMBA, **_PAIRS}),
+    "granitehybrid": Row(arrangements={**_MAMBA, **_PAIRS, "ssm_norm.": "flat"}),
     "lfm2moe": Row(),
     "afmoe": Row(),
     "hunyuan-moe": Row(),

@@ -184,7 +184,7 @@ class TransformersDecoder:
         """Compute rows of other ranks with local experts, in a step without rows of this rank. Return [0, hidden]."""
         moe = self.spec.moe
         if self._serves_others and moe is not None:
-            no_rows = torch.empty((0, moe.hidden_size or self.spec.hidden_size), dtype=self.dtype)
+            no_rows = torch.empty((0, self.spec.expert_hidden_size), dtype=self.dtype)
             for routed in self._routed:
                 routed.serve_others(no_rows, moe.gate.top_k)
         return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
