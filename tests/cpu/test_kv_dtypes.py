@@ -19,7 +19,7 @@ from kernels.kv_rows import SCALE_BYTES, pack_rows, row_width, unpack_rows
 from kernels.rope_kv import rotate_and_store, write_kv
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.memory_plan import cpu_kv_dtype, read_spec
-from moeserve.model.kv_pool import kv_block_bytes
+from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from tests.support.llm_prompts import (
     BASE,
     BLOCK,
@@ -205,3 +205,16 @@ def test_a_dtype_that_cannot_be_kept_is_refused_in_one_sentence(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype int8 .*--dtype float32"):
         cpu_kv_dtype(replace(BASE, kv_cache_dtype="int8"), spec, torch.bfloat16)
     assert cpu_kv_dtype(replace(BASE, kv_cache_dtype="bfloat16"), spec, torch.bfloat16) == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_copied_blocks_have_the_numbers_of_their_sources_in_every_layer(dtype: torch.dtype, tmp_path: Path) -> None:
+    build("mixtral").save_pretrained(tmp_path)
+    spec, _ = read_spec(tmp_path, ServeConfig())
+    pool = KVPool(spec.kv_layers, 5, 4, dtype)
+    for blocks in pool.block_bytes():
+        blocks.random_(255)
+    before = [blocks.clone() for blocks in pool.block_bytes()]
+    pool.copy_blocks(array("i", [4, 1, 0, 3]))
+    for blocks, former in zip(pool.block_bytes(), before, strict=True):
+        assert torch.equal(blocks, former[:, [0, 4, 2, 0, 4]])
