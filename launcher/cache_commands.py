@@ -12,7 +12,7 @@ from typing import Any
 import click
 import msgspec
 
-from moeserve.engine.kv_disk.files import ABOUT, clear, is_root, scan, why_damaged
+from moeserve.engine.kv.disk.files import ABOUT, clear, is_root, scan, why_damaged
 from moeserve.model.cache import remove_built, verify
 from moeserve.model.expert_folders import EXPERT_FILE, expert_folders, is_expert_store
 from moeserve.model.spec import ModelError

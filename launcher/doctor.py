@@ -26,7 +26,7 @@ from launcher.socket_ranks import rank_per_node
 from moeserve.config import ConfigError, ServeConfig, cache_root, environment_name, load_config
 from moeserve.device import RESERVE_BYTES
 from moeserve.engine.gpu_check.checked import Checked
-from moeserve.engine.kv_disk.files import disk_root
+from moeserve.engine.kv.disk.files import disk_root
 from moeserve.model.spec import ModelError
 from moeserve.settings.quantities import parse_size, show_size
 
@@ -478,7 +478,7 @@ def _ways_lines(ways: ModelWays) -> Iterator[str]:
 
 def _said_of_kv_disk(setup: Setup) -> str:
     """Say how much KV there may be on disk, and whether the disk has room for it."""
-    from moeserve.engine.kv_disk.files import is_root, scan
+    from moeserve.engine.kv.disk.files import is_root, scan
 
     root, size = _root_of(setup, "--kv-disk-path", cache_root()), setup.kv_disk_bytes
     used = sum(block.num_bytes for block in scan(root, time.time())) if is_root(root) else 0

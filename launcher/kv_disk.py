@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from launcher.preflight import is_loopback
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.engine.kv_disk.files import AUTO, disk_root, open_root, scan
+from moeserve.engine.kv.disk.files import AUTO, disk_root, open_root, scan
 from moeserve.settings.quantities import show_size
 
 _NONE = "none"  # --kv-disk-path none: no KV on disk

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from launcher.preflight import LaunchError
 from moeserve.config import ServeConfig
-from moeserve.engine.kv_disk.files import disk_root, open_root
+from moeserve.engine.kv.disk.files import disk_root, open_root
 from moeserve.model.contents import model_digest
 from moeserve.model.file_hashes import sampled_hashes
 from moeserve.model.spec import ModelError

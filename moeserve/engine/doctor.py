@@ -30,7 +30,7 @@ from moeserve.device import (
 )
 from moeserve.engine.experts.settings import equal_placement
 from moeserve.engine.known_model import BorrowedModel, KnownModel, NativeModel, examine
-from moeserve.engine.kv_disk.files import disk_root, why_unusable
+from moeserve.engine.kv.disk.files import disk_root, why_unusable
 from moeserve.engine.memory_plan import (
     ModelPlan,
     check_expert_store,
@@ -450,7 +450,7 @@ def _kv_on_host(
     """Return the bytes of the host's memory for KV that leaves a GPU. For errors see `plan_kv_host`."""
     if config.kv_host_memory is None:
         return 0
-    from moeserve.engine.kv_host import plan_kv_host  # Imported late: it loads what copies blocks.
+    from moeserve.engine.kv.host import plan_kv_host  # Imported late: it loads what copies blocks.
 
     with_window = windowed(spec.kv_layers) if kv.num_window_blocks else ()
     of_windows = kv_block_bytes(with_window, config.block_size, kv_dtype)

@@ -17,7 +17,7 @@ from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import KvBudget, StateDemand, available_bytes, choose_device, cuda_absence, plan_kv, step_budget
 from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.engine.experts.settings import plan_placement, read_statistics
-from moeserve.engine.kv_disk.files import AUTO
+from moeserve.engine.kv.disk.files import AUTO
 from moeserve.engine.ranks.settings import layers_of_ranks
 from moeserve.model.checkpoint import OwnedExperts, find_mtp, plan_weights, read_index
 from moeserve.model.demo import demo_named

@@ -28,8 +28,8 @@ from moeserve.engine.crashes.suspects import open_suspects
 from moeserve.engine.experts.monitor import ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, LinkCounts, RecordingPlan, plan_recording
 from moeserve.engine.experts.rebalancing import RankMemories, start_rebalancing
-from moeserve.engine.kv_disk.opening import files_for
-from moeserve.engine.kv_host import disk_copier
+from moeserve.engine.kv.disk.opening import files_for
+from moeserve.engine.kv.host import disk_copier
 from moeserve.engine.memory_plan import ModelPlan, check_shard, check_stage, plan_from_rank_0, plan_model
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies

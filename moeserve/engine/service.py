@@ -27,13 +27,13 @@ from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSo
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
 from moeserve.engine.fingerprint import fingerprint_of
 from moeserve.engine.known_model import summary
-from moeserve.engine.kv_disk.copier import BlockCopier
-from moeserve.engine.kv_disk.files import AUTO
-from moeserve.engine.kv_disk.opening import KvDisk, open_kv_disk
-from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
-from moeserve.engine.kv_host import HostCopier, HostedBlocks, KvHost, disk_copier, open_hosted, open_kv_host
-from moeserve.engine.kv_moves import KvMoves, Mover
-from moeserve.engine.kv_transfer.exchange import KvExchange, KvLinks
+from moeserve.engine.kv.disk.copier import BlockCopier
+from moeserve.engine.kv.disk.files import AUTO
+from moeserve.engine.kv.disk.opening import KvDisk, open_kv_disk
+from moeserve.engine.kv.events.publisher import KvEventPublisher, KvEvents
+from moeserve.engine.kv.host import HostCopier, HostedBlocks, KvHost, disk_copier, open_hosted, open_kv_host
+from moeserve.engine.kv.moves import KvMoves, Mover
+from moeserve.engine.kv.transfer.exchange import KvExchange, KvLinks
 from moeserve.engine.loop import Engine
 from moeserve.engine.memory_plan import ModelPlan, plan_model
 from moeserve.engine.planner import (

@@ -14,9 +14,9 @@ import torch
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine import kv_host
-from moeserve.engine.kv_disk.copier import BlockCopier
-from moeserve.engine.kv_disk.files import BlockFiles
-from moeserve.engine.kv_host import (
+from moeserve.engine.kv.disk.copier import BlockCopier
+from moeserve.engine.kv.disk.files import BlockFiles
+from moeserve.engine.kv.host import (
     HostCopier,
     HostedBlocks,
     HostPages,

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from experts.errors import CollectiveError
 from experts.placement.rebalance import Migration, Outcome
-from moeserve.engine.kv_disk.copier import BlockCopier
+from moeserve.engine.kv.disk.copier import BlockCopier
 from moeserve.engine.ranks.copies import MemberCopies
 from moeserve.engine.ranks.messages import (
     CopiesEnded,

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from moeserve.engine.curve import create_keys
-from moeserve.engine.kv_transfer.messages import BLOCK, NONE, pack_number
+from moeserve.engine.kv.transfer.messages import BLOCK, NONE, pack_number
 from tests.support.kv_pair import (
     Pair,
     alone,
@@ -357,7 +357,7 @@ def test_strangers_at_the_port_and_odd_requests_of_holders_of_the_key_hold_nobod
     import zmq
 
     from moeserve.engine.curve import load_keys
-    from moeserve.engine.kv_transfer.messages import FREE, GET
+    from moeserve.engine.kv.transfer.messages import FREE, GET
 
     body = completion(prompt_of(9))
     expected = bits(alone(pair.decodes, body))

@@ -25,7 +25,7 @@ CHECKED = (
     "moeserve/engine/ranks",
     "moeserve/device.py",
     "moeserve/engine/gpu_body.py",
-    "moeserve/engine/kv_host.py",
+    "moeserve/engine/kv/host.py",
     "moeserve/plan.py",
     "moeserve/engine/rank.py",
     "benchmarks/kernels",

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from moeserve.engine.curve import load_keys
-from moeserve.engine.kv_transfer.messages import GET
+from moeserve.engine.kv.transfer.messages import GET
 from moeserve.kv_transfer import TicketOffice
 
 Message = list[bytes]

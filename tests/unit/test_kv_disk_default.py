@@ -13,7 +13,7 @@ import pytest
 
 from launcher.kv_disk import said_of_disk, with_kv_disk
 from moeserve.config import ServeConfig
-from moeserve.engine.kv_disk.files import disk_root
+from moeserve.engine.kv.disk.files import disk_root
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import msgpack
 from hypothesis import given, settings
 
-from moeserve.engine.kv_events.blocks import BlockRemoved, BlockStored, KvBlocks, block_hash
-from moeserve.engine.kv_events.publisher import pack_batch
+from moeserve.engine.kv.events.blocks import BlockRemoved, BlockStored, KvBlocks, block_hash
+from moeserve.engine.kv.events.publisher import pack_batch
 from radix_cache import PUBLIC, Lease, PrefixCache
 from tests.support.cache_invariants import check_invariants, evict_all
 from tests.support.examples import examples

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from moeserve.engine.kv_events.blocks import AllBlocksCleared, BlockRemoved, BlockStored
-from moeserve.engine.kv_events.publisher import END_OF_REPLAY, pack_batch, pack_number
+from moeserve.engine.kv.events.blocks import AllBlocksCleared, BlockRemoved, BlockStored
+from moeserve.engine.kv.events.publisher import END_OF_REPLAY, pack_batch, pack_number
 
 GOLDEN = Path(__file__).parents[1] / "support" / "golden"
 EVENTS = [

@@ -14,8 +14,8 @@ import zmq
 
 from moeserve import forever
 from moeserve.config import ConfigError
-from moeserve.engine.kv_events.blocks import KvBlocks
-from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
+from moeserve.engine.kv.events.blocks import KvBlocks
+from moeserve.engine.kv.events.publisher import KvEventPublisher, KvEvents
 from moeserve.settings.kv_events import KvEventsConfig, endpoint_of, parse_kv_events
 from radix_cache import PrefixCache
 from tests.support.cache_invariants import evict_all

@@ -15,10 +15,10 @@ import pytest
 import zmq
 
 from moeserve.engine.curve import Gatekeeper, create_keys, load_keys
-from moeserve.engine.kv_disk.copier import BlockMemory
-from moeserve.engine.kv_transfer.fetcher import BlockFetcher, SilentServices
-from moeserve.engine.kv_transfer.messages import BLOCK, GET, NONE, pack_number
-from moeserve.engine.kv_transfer.server import BlockServer
+from moeserve.engine.kv.disk.copier import BlockMemory
+from moeserve.engine.kv.transfer.fetcher import BlockFetcher, SilentServices
+from moeserve.engine.kv.transfer.messages import BLOCK, GET, NONE, pack_number
+from moeserve.engine.kv.transfer.server import BlockServer
 from moeserve.kv_transfer import KvTicket
 from moeserve.scheduling.arrivals import Result
 from moeserve.scheduling.kv_transfer import FetchJob
@@ -184,7 +184,7 @@ def test_a_fetch_without_memory_has_a_result(pair: Pair, monkeypatch: pytest.Mon
     def no_memory(_: BlockMemory) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("moeserve.engine.kv_transfer.fetcher.BlockBuffer", no_memory)
+    monkeypatch.setattr("moeserve.engine.kv.transfer.fetcher.BlockBuffer", no_memory)
     pair.fetcher.start(pair.job)
     result = pair.result()
     assert (len(result.num_bytes), result.error) == (0, "fault")

@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli import main
-from moeserve.engine.kv_disk.copier import BlockBuffer, BlockCopier, make_buffers
-from moeserve.engine.kv_disk.files import BlockError, BlockFiles, clear, open_root, scan, why_damaged, why_unusable
+from moeserve.engine.kv.disk.copier import BlockBuffer, BlockCopier, make_buffers
+from moeserve.engine.kv.disk.files import BlockError, BlockFiles, clear, open_root, scan, why_damaged, why_unusable
 from moeserve.scheduling.arrivals import Result
 from moeserve.scheduling.lower_tier import CopyJob
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock, border_name

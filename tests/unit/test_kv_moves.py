@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from moeserve.engine.kv_moves import KvMoves
+from moeserve.engine.kv.moves import KvMoves
 from moeserve.scheduling.arrivals import Job, Result
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import zmq
 
 from moeserve.engine.curve import Gatekeeper, create_keys, load_keys
-from moeserve.engine.kv_disk.copier import BlockBuffer
-from moeserve.engine.kv_transfer.fetcher import Fetch
-from moeserve.engine.kv_transfer.messages import FREE
-from moeserve.engine.kv_transfer.server import BlockServer
+from moeserve.engine.kv.disk.copier import BlockBuffer
+from moeserve.engine.kv.transfer.fetcher import Fetch
+from moeserve.engine.kv.transfer.messages import FREE
+from moeserve.engine.kv.transfer.server import BlockServer
 from moeserve.kv_transfer import TRANSPORT, KvTicket
 from moeserve.scheduling.kv_transfer import FetchJob
 from radix_cache import BlockCopy

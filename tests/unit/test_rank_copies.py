@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from moeserve.engine.kv_disk.copier import BlockCopier, BlockMemory, make_buffers
-from moeserve.engine.kv_disk.files import BlockFiles
+from moeserve.engine.kv.disk.copier import BlockCopier, BlockMemory, make_buffers
+from moeserve.engine.kv.disk.files import BlockFiles
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.messages import FromRank, ToRank
 from moeserve.scheduling.arrivals import Result

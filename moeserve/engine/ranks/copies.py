@@ -15,8 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeserve.engine.kv_disk.copier import BlockCopier
-from moeserve.engine.kv_disk.files import BlockFiles
+from moeserve.engine.kv.disk.copier import BlockCopier
+from moeserve.engine.kv.disk.files import BlockFiles
 from moeserve.engine.ranks.messages import CancelCopies, CopiesEnded, CopyBlocks, FromRank, OpenDisk, ToRank
 from moeserve.scheduling.arrivals import Result
 from moeserve.scheduling.lower_tier import CopyJob

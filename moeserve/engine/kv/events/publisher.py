@@ -30,7 +30,7 @@ import structlog
 import zmq
 
 from moeserve.config import ConfigError
-from moeserve.engine.kv_events.blocks import AllBlocksCleared, BlockRemoved, BlockStored, Event, KvBlocks
+from moeserve.engine.kv.events.blocks import AllBlocksCleared, BlockRemoved, BlockStored, Event, KvBlocks
 from moeserve.forever import repeat
 from moeserve.scheduling.parts import Part
 from moeserve.settings.kv_events import KvEventsConfig, endpoint_of

@@ -22,9 +22,9 @@ from experts.memory.tiers import page_locked
 from kernels.transfer import copied
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import RESERVE_BYTES, KvBudget, available_bytes, step_budget
-from moeserve.engine.kv_disk.copier import BlockBuffer, BlockCopier, Buffer, make_buffers, take_all
-from moeserve.engine.kv_disk.files import BlockFiles
-from moeserve.engine.kv_disk.opening import memories_of
+from moeserve.engine.kv.disk.copier import BlockBuffer, BlockCopier, Buffer, make_buffers, take_all
+from moeserve.engine.kv.disk.files import BlockFiles
+from moeserve.engine.kv.disk.opening import memories_of
 from moeserve.engine.rank import Rank
 from moeserve.forever import repeat
 from moeserve.scheduling.arrivals import Result

@@ -12,9 +12,9 @@ import zmq
 from moeserve.config import ConfigError, cache_root
 from moeserve.engine.curve import Gatekeeper, load_keys
 from moeserve.engine.fingerprint import fingerprint_of_kv
-from moeserve.engine.kv_disk.copier import as_block_memory
-from moeserve.engine.kv_transfer.fetcher import BlockFetcher
-from moeserve.engine.kv_transfer.server import BlockServer
+from moeserve.engine.kv.disk.copier import as_block_memory
+from moeserve.engine.kv.transfer.fetcher import BlockFetcher
+from moeserve.engine.kv.transfer.server import BlockServer
 from moeserve.engine.rank import Rank
 from moeserve.kv_transfer import TicketOffice, parse_kv_transfer
 from moeserve.run_context import RunContext

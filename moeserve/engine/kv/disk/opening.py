@@ -15,8 +15,8 @@ from kernels.cpu.checksum import fastest_crc32
 from kernels.cpu.library import native_kernels
 from moeserve.config import ConfigError
 from moeserve.engine.fingerprint import fingerprint_of_kv
-from moeserve.engine.kv_disk.copier import NUM_READERS, PAUSES, Memories, as_block_memory, block_bytes
-from moeserve.engine.kv_disk.files import BlockFiles, disk_root, open_root, scan, seconds_to_read
+from moeserve.engine.kv.disk.copier import NUM_READERS, PAUSES, Memories, as_block_memory, block_bytes
+from moeserve.engine.kv.disk.files import BlockFiles, disk_root, open_root, scan, seconds_to_read
 from moeserve.engine.rank import Rank
 from moeserve.run_context import RunContext
 from moeserve.settings.quantities import show_size

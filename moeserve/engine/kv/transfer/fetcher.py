@@ -14,8 +14,8 @@ import structlog
 import zmq
 
 from moeserve.engine.curve import CurveKeys
-from moeserve.engine.kv_disk.copier import BlockBuffer, BlockMemory, take_all
-from moeserve.engine.kv_transfer.messages import (
+from moeserve.engine.kv.disk.copier import BlockBuffer, BlockMemory, take_all
+from moeserve.engine.kv.transfer.messages import (
     BLOCK,
     BLOCKS_AT_ONCE,
     FREE,

@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from moeserve.engine.kv_disk.files import BlockError, BlockFiles
+from moeserve.engine.kv.disk.files import BlockError, BlockFiles
 from moeserve.forever import repeat
 from moeserve.scheduling.arrivals import Result
 from moeserve.scheduling.lower_tier import GONE, CopyJob, Hosted

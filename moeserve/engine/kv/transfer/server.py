@@ -15,8 +15,8 @@ import zmq
 
 from moeserve.config import ConfigError
 from moeserve.engine.curve import CurveKeys
-from moeserve.engine.kv_disk.copier import BlockBuffer, BlockMemory
-from moeserve.engine.kv_transfer.messages import (
+from moeserve.engine.kv.disk.copier import BlockBuffer, BlockMemory
+from moeserve.engine.kv.transfer.messages import (
     BLOCK,
     BLOCKS_AT_ONCE,
     FREE,
