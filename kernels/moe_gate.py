@@ -10,14 +10,13 @@ from torch import Tensor
 
 from kernels.activation import sigmoid
 from kernels.linear import Linear, PanelLinear
+from kernels.sampling import softmax
 from kernels.specs import GateSpec as GateSpec
 
 # Returns the largest `count` values of each row, in descending order, and their places.
 _Top = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 # The order of `Score` in gate.cpp.
 _SCORES = ("softmax of chosen", "softmax", "sigmoid")
-# The most experts of a token whose weights gate.cpp adds up in torch's order.
-_MOST_CHOSEN = 31
 
 
 def select_experts(logits: Tensor, spec: GateSpec, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -36,7 +35,7 @@ def native_choice(
     """Return a gate's product and its choice as one call; None where the compiled kernels do not compute both."""
     if not isinstance(gate, PanelLinear) or gate.order is not None or len(gate.matrices) != 1:
         return None
-    if spec.num_groups > 1 or spec.score not in ("softmax", "sigmoid") or spec.top_k > _MOST_CHOSEN:
+    if spec.num_groups > 1 or spec.score not in ("softmax", "sigmoid"):
         return None
     return NativeChoice(gate, spec, correction_bias, expert_scales)
 
@@ -164,16 +163,17 @@ def _select(logits: Tensor, spec: GateSpec, correction_bias: Tensor | None, top:
         return ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
     if softmax_of_chosen(spec, correction_bias is not None):
         values, ids = top(logits, spec.top_k)
-        weights = values.softmax(-1)
+        weights = softmax(values)
     else:
-        scores = sigmoid(logits) if spec.score == "sigmoid" else logits.softmax(-1)
+        scores = sigmoid(logits) if spec.score == "sigmoid" else softmax(logits)
         choice = scores if correction_bias is None else scores + correction_bias
         if spec.num_groups > 1:
             choice = _mask_groups(choice, spec, top)
         _, ids = top(choice, spec.top_k)
         weights = scores.gather(-1, ids)
         if spec.renormalise:
-            total = weights.sum(-1, keepdim=True)
+            # Rounded from fp64 a sum of few numbers has the same bits in any order.
+            total = weights.double().sum(-1, keepdim=True).float()
             weights.div_(total.clamp_min_(spec.norm_min) if spec.norm_min else total)
     return ids, weights if spec.scale == 1.0 else weights.mul_(spec.scale)
 
@@ -193,7 +193,7 @@ def _sparsemixer(logits: Tensor, spec: GateSpec) -> tuple[Tensor, Tensor]:
     for _ in range(spec.top_k):
         best, index = remaining.max(-1, keepdim=True)
         far = (best - logits) / magnitude.clamp(min=best) > 2 * spec.jitter
-        weights.append(remaining.masked_fill(far, -torch.inf).softmax(-1).gather(-1, index))
+        weights.append(softmax(remaining.masked_fill(far, -torch.inf)).gather(-1, index))
         ids.append(index)
         remaining = remaining.scatter(-1, index, -torch.inf)
     return torch.cat(ids, -1), torch.cat(weights, -1)

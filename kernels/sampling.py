@@ -65,6 +65,16 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return largest, places
 
 
+def softmax(logits: Tensor, *, takes_logs: bool = False) -> Tensor:
+    """Return the softmax of each row of logits [..., V] in fp32, or its logarithms: the same bits on every CPU."""
+    kernels = native_kernels()
+    if kernels is None or logits.device.type != "cpu" or logits.dtype is not torch.float32 or logits.stride(-1) != 1:
+        return logits.float().log_softmax(-1) if takes_logs else logits.float().softmax(-1)
+    rows, out = logits.view(-1, logits.shape[-1]), torch.empty(logits.shape)
+    kernels.softmax(rows.data_ptr(), rows.stride(0), *rows.shape, takes_logs, out.data_ptr())
+    return out
+
+
 def draw(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
     """Sample a token from logits [V] (fp32) at `temperature` > 0, inverting the distribution at `uniform` in [0, 1).
 
@@ -77,7 +87,7 @@ def draw(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
     candidates: Tensor | None = None
     if 0 < top_k < scaled.shape[0]:
         scaled, candidates = scaled.topk(top_k)
-    probabilities = scaled.softmax(-1)
+    probabilities = softmax(scaled)
     if top_p < 1.0:
         probabilities, kept = _nucleus(probabilities, top_p)
         candidates = kept if candidates is None else candidates[kept]

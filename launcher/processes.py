@@ -17,6 +17,7 @@ import msgspec
 
 from launcher.preflight import usable_cores
 from moeserve.config import ServeConfig, environment_name
+from moeserve.device import kernels_variable
 from moeserve.run_context import RunContext
 from moeserve.statuses import Failed, Report, Status
 
@@ -57,6 +58,11 @@ def child_environment(environment: Mapping[str, str], threads: int) -> dict[str,
             "HF_HUB_DISABLE_TELEMETRY": "1",
         }
     )
+
+
+def computing_environment(environment: Mapping[str, str], config: ServeConfig) -> dict[str, str]:
+    """Return the environment of a process that computes the model, with as many threads as it may have."""
+    return kernels_variable(config) | child_environment(environment, config.threads or default_threads(config))
 
 
 def default_threads(config: ServeConfig) -> int:
@@ -141,7 +147,7 @@ def start_computing(name: str, module: str, context: RunContext, *, takes_orders
     arguments = [str(context.file), "--status-fd", str(writing)]
     if takes_orders:
         arguments += ["--orders-fd", str(hearing)]
-    environment = child_environment(os.environ, config.threads or default_threads(config))
+    environment = computing_environment(os.environ, config)
     try:
         child = Child(name, module, arguments, environment=environment, pass_fds=[writing, hearing])
     finally:

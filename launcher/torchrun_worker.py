@@ -20,7 +20,7 @@ from launcher.child import die_with_parent
 from launcher.kv_disk import without_none
 from launcher.logs import configure_logs
 from launcher.preflight import check_all, check_machine
-from launcher.processes import child_environment, default_threads
+from launcher.processes import computing_environment
 from launcher.run_directory import make_context
 from launcher.serve import faults_in_words, resolve, run_first_node
 from launcher.settings_options import ServeCommand, settings_options
@@ -80,8 +80,7 @@ def _config_of_group(config: ServeConfig) -> ServeConfig:
 def _run(config: ServeConfig, errors: Console) -> int:
     rank = int(os.environ["RANK"])
     # Torchrun sets OMP_NUM_THREADS to 1 by default, so the variable does not tell the user's wish.
-    threads = config.threads or default_threads(config)
-    os.environ |= child_environment(os.environ, threads) | {
+    os.environ |= computing_environment(os.environ, config) | {
         "DS_ACCELERATOR": "cuda" if config.device == "cuda" else "cpu"
     }
     if rank == 0:

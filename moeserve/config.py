@@ -174,6 +174,11 @@ class ServeConfig:
         "is int8.",
         choices=("auto", "int8", "exact"),
     )
+    reproducible: bool = _model(
+        False,
+        "Compute the bits that every kind of CPU computes with this flag; costs time on Zen 4 and 5 where products or "
+        "keys and values are in bfloat16. See reproducible.md.",
+    )
     threads: int = _model(0, "Threads of each rank; 0 shares out all cores this process may use.", minimum=0)
     max_model_len: int | None = _model(None, "Longest prompt plus output, in tokens.", minimum=1)
     default_max_tokens: int | None = _model(

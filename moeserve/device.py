@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from kernels.cpu.library import computes_in_tiles
+from kernels.cpu.library import CPU_KERNELS, REPRODUCIBLE, computes_in_tiles
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.settings.quantities import show_size
 from radix_cache import least_window_blocks
@@ -130,9 +130,16 @@ def _unsupported(config: ServeConfig) -> str | None:
         return f"--quantization {config.quantization} is for a CPU; a GPU rounds experts alone, as experts=int4"
     if config.arithmetic != "auto":
         return f"--arithmetic {config.arithmetic} is for a CPU"
+    if config.reproducible:
+        return "--reproducible is for a CPU"
     if config.block_size & (config.block_size - 1):
         return f"--block-size {config.block_size} is not a power of two"
     return None
+
+
+def kernels_variable(config: ServeConfig) -> dict[str, str]:
+    """Return the variable that has a process take the compiled kernels that the settings ask for."""
+    return {CPU_KERNELS: REPRODUCIBLE} if config.reproducible else {}
 
 
 def too_few_gpus(config: ServeConfig, num_gpus: int) -> str | None:

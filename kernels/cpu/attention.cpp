@@ -160,9 +160,10 @@ const Seen* find_seen(const Inputs& in, int64_t row, int64_t first_key, int64_t 
 // Groups of rows, and a tile of keys and values that are floats.
 struct WideRows {
   static constexpr bool kTakesTiles = false, kTakesGroups = true;
+  struct Mode {};  // Of scores and sums of values.
 
   static void take_tile(const Inputs& in, const TileRows& tile, Workspace& work) {
-    transpose_words(tile.keys, tile.count, in.key_dim, 0, (uint32_t*)work.keys.data());
+    transpose_words(tile.keys, tile.count, in.key_dim, [](Words (&)[4]) {}, (uint32_t*)work.keys.data());
   }
 
   template <int Rows>
@@ -195,6 +196,7 @@ struct WideRows {
 // The same with a tile of pairs of bfloat16.
 struct PairRows {
   static constexpr bool kTakesTiles = kHasTiles, kTakesGroups = !kHasTiles;
+  using Mode = PairMode;
 
   static bool fills_tiles(const Inputs&, int64_t) { return true; }
 
@@ -238,15 +240,16 @@ struct PairRows {
     const uint32_t* values = work.pairs.values.data();
     int64_t channel = 0;
     for (; channel + 4 * kLanes <= in.value_dim; channel += 4 * kLanes)
-      add_pairs<Rows, 4>(weights, shares, values + channel, tile.count, in.value_dim, sums + channel);
+      add_pairs<Rows, 4>(weights, shares, values + channel, in.value_dim, sums + channel);
     for (; channel < in.value_dim; channel += kLanes)
-      add_pairs<Rows, 1>(weights, shares, values + channel, tile.count, in.value_dim, sums + channel);
+      add_pairs<Rows, 1>(weights, shares, values + channel, in.value_dim, sums + channel);
   }
 };
 
 // The same with a tile of integers.
 struct IntegerRows {
   static constexpr bool kTakesTiles = kHasTiles, kTakesGroups = true;
+  struct Mode {};
 
   // In groups rows have the same bits.
   static bool fills_tiles(const Inputs& in, int64_t count) {
@@ -336,6 +339,7 @@ void attend_tile(const Inputs& in, int64_t first_row, int64_t num_rows, int64_t 
       if (in_tiles) Form::score_batch(in, row, count, work);
     }
     if constexpr (Form::kTakesGroups) {
+      [[maybe_unused]] const typename Form::Mode mode{};
       if (!in_tiles)
         for_groups(row, count, [&](auto rows, const Group& group) { Form::template score<rows()>(in, group, work); });
     }
@@ -350,6 +354,7 @@ void attend_tile(const Inputs& in, int64_t first_row, int64_t num_rows, int64_t 
       if (in_tiles) Form::add_batch(in, count, work, state.sums + row * in.value_dim);
     }
     if constexpr (Form::kTakesGroups) {
+      [[maybe_unused]] const typename Form::Mode mode{};
       if (!in_tiles)
         for_groups(row, count, [&](auto rows, const Group& group) {
           Form::template add<rows()>(in, group, tile, work, state.sums + group.row * in.value_dim);

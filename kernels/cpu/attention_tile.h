@@ -74,14 +74,15 @@ static inline void transpose_quarters(Words (&four)[4]) {
   }
 }
 
-// Words [64][num_words], a multiple of 4 each row, to [num_words][64], with the bits of `flip` turned. Columns from that
-// of the last of `count` rows on to the next multiple of 16 are taken, too.
+// Words [64][num_words], a multiple of 4 each row, to [num_words][64], four vectors of 16 keys' neighbouring words as
+// `arrange` makes them. Columns from that of the last of `count` rows on to the next multiple of 16 are taken, too.
 //
 // Not inlined where a vector takes two registers: the compiler would keep the vectors of its caller in memory.
+template <typename Arrange>
 #if !defined(__AVX512F__)
 [[gnu::noinline]]
 #endif
-static inline void transpose_words(const uint8_t* const* rows, int64_t count, int64_t num_words, uint32_t flip,
+static inline void transpose_words(const uint8_t* const* rows, int64_t count, int64_t num_words, Arrange arrange,
                                    uint32_t* out) {
   typedef uint32_t Quarter __attribute__((vector_size(16)));
   for (int64_t column = 0; column < count; column += kLanes) {
@@ -95,10 +96,8 @@ static inline void transpose_words(const uint8_t* const* rows, int64_t count, in
         four[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
       }
       transpose_quarters(four);
-      for (int i = 0; i < 4; ++i) {
-        const Words words = four[i] ^ flip;
-        std::memcpy(out + (w + i) * kTileKeys + column, &words, sizeof(words));
-      }
+      arrange(four);
+      for (int i = 0; i < 4; ++i) std::memcpy(out + (w + i) * kTileKeys + column, &four[i], sizeof(Words));
     }
   }
 }

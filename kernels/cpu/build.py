@@ -38,8 +38,10 @@ SOURCES = (
 HEADERS = (
     "simd.h",
     "halves.h",
+    "pair_sums.h",
     "panels.h",
     "quantised.h",
+    "softmax.h",
     "groups.h",
     "tiles.h",
     "tiled.h",

@@ -7,9 +7,6 @@ namespace moeserve {
 
 static inline Ints splat(int32_t v) { return Ints{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
 
-// The compiler would call some of these functions for the formats with more code, with sums in memory.
-#define MOESERVE_INLINE inline __attribute__((always_inline))
-
 // Four codes of a row, read in place so that the compiler broadcasts them from memory.
 typedef int32_t Four __attribute__((may_alias));
 

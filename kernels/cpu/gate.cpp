@@ -1,11 +1,12 @@
-// The choice of experts: a gate's product, its scores, the best of them and their weights. Weights have the bits that
-// torch gives on a machine with AVX-512: its exponential, and its orders of sums.
+// The choice of experts: a gate's product, its scores, the best of them and their weights.
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "matrix.h"
+#include "softmax.h"
 #include "team.h"
 
 extern "C" {
@@ -31,63 +32,11 @@ struct Gate {
 
 namespace {
 
-// e^x as torch's softmax has it; x is at most 0.
-inline Floats exp_of_softmax(Floats x) {
-  const Floats magic = splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
-  const Floats whole = fma(max(x, splat(-104.0f)), splat(1.442695041f), magic) - magic;
-  Floats rest = fma(whole, splat(-0.693145751953125f), x);
-  rest = fma(whole, splat(-1.428606765330187045e-06f), rest);
-  Floats value = splat(0.000198527617612853646278381f);
-  value = fma(value, rest, splat(0.00139304355252534151077271f));
-  value = fma(value, rest, splat(0.00833336077630519866943359f));
-  value = fma(value, rest, splat(0.0416664853692054748535156f));
-  value = fma(value, rest, splat(0.166666671633720397949219f));
-  value = fma(value, rest, splat(0.5f));
-  value = fma(rest * rest, value, rest) + 1.0f;
-  // 2^whole in two steps, because the result may be subnormal.
-  const Ints power = __builtin_convertvector(whole, Ints), half = power >> 1;
-  const Floats first = (Floats)((half + 127) << 23), second = (Floats)((power - half + 127) << 23);
-  return select((Ints)(x < -104.0f), Floats{}, value * first * second);
-}
-
 // Turns numbers [count] into their softmax.
 void softmax(float* x, int64_t count) {
   float top = x[0];
   for (int64_t i = 1; i < count; ++i) top = x[i] > top || x[i] != x[i] ? x[i] : top;
-  Floats sums{};
-  for (int64_t first = 0; first < count; first += kLanes) {
-    const int64_t width = std::min<int64_t>(kLanes, count - first);
-    float lanes[kLanes] = {};
-    std::copy_n(x + first, width, lanes);
-    store(lanes, exp_of_softmax(load(lanes) - top));
-    std::fill_n(lanes + width, kLanes - width, 0.0f);
-    sums += load(lanes);
-    std::copy_n(lanes, width, x + first);
-  }
-  float total = sums[0];
-  if (count < kLanes)
-    for (int64_t i = 1; i < count; ++i) total += sums[i];
-  else
-    total = sum(sums);
-  const float share = 1.0f / total;
-  for (int64_t i = 0; i < count; ++i) x[i] *= share;
-}
-
-// The sum of x [count] for up to 31 numbers: in 1, 4 or 8 lanes.
-float sum_of(const float* x, int64_t count) {
-  const int64_t lanes = count < 4 ? 1 : count < 8 ? 4 : 8, whole = count / lanes * lanes;
-  float sums[8];
-  for (int64_t i = 0; i < lanes; ++i) {
-    sums[i] = x[i];
-    for (int64_t k = i + lanes; k < whole; k += lanes) sums[i] += x[k];
-  }
-  if (lanes == 4)
-    for (int64_t k = whole; k < count; ++k) sums[0] += x[k];
-  int64_t next = lanes == 8 ? whole : count;
-  float total = next < count ? x[next++] : 0.0f;
-  for (; next < count; ++next) total += x[next];
-  for (int64_t i = 0; i < lanes; ++i) total += sums[i];
-  return total;
+  write_softmax(x, count, top, x);
 }
 
 // Writes the places of the `top_k` largest of x [count], the largest first, of equal ones the lower place first. What
@@ -117,7 +66,7 @@ void choose_row(const Gate& gate, float* scores, float* choice, int64_t* ids, fl
   if (gate.score == Score::kSoftmaxOfChosen) {
     softmax(weights, gate.top_k);
   } else if (gate.renormalises) {
-    float total = sum_of(weights, gate.top_k);
+    float total = float(std::accumulate(weights, weights + gate.top_k, 0.0));
     if (gate.least_total > 0.0) total = std::max(float(gate.least_total), total);
     for (int64_t k = 0; k < gate.top_k; ++k) weights[k] /= total;
   }

@@ -118,7 +118,12 @@ struct IntegerTile {
       key_scales[k] = scale_of(key_rows[k], key_dim), value_scales[k] = scale_of(value_rows[k], value_dim);
     std::fill(key_scales + count, key_scales + kTileKeys, key_scales[count - 1]);
     std::fill(value_scales + count, value_scales + kTileKeys, 0.0f);
-    transpose_words(key_rows, count, key_dim / 4, 0x80808080u, keys.data());
+    transpose_words(
+        key_rows, count, key_dim / 4,
+        [](Words (&four)[4]) {
+          for (Words& words : four) words ^= 0x80808080u;
+        },
+        keys.data());
     for (int64_t k = 0; k < count; k += 4) interleave(value_rows + k, value_dim, values.data() + k / 4 * value_dim);
   }
 

@@ -27,6 +27,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "combine": (_P, _N, _N, _N, _P, _P, _N),
     "choose_experts": (_P, _P, _N, _N, _P, _P),
     "largest": (_P, _N, _N, _N, _P, _P),
+    "softmax": (_P, _N, _N, _N, _N, _P),
     "foresee": (_P, _P, _P, _N, _P, _R, _N, _R, _P),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
     "norm_of_sum": (_P, _P, _N, _N, _R, _R, _P, _R, _P),
@@ -59,8 +60,9 @@ _SHORT = ("foresee",)
 class NativeKernels:
     """The functions of the compiled library, described in its sources. Most release the interpreter lock.
 
-    has_tiles: the machine has tiles (AMX). multiplies_bits: it has carry-less products, or an instruction for CRC-32,
-    without which `crc32` is slow.
+    has_tiles: the machine has tiles (AMX). sums_as_tiles: products of pairs of bfloat16 are summed as by tiles, which
+    all targets but one do (`pair_sums.h`). multiplies_bits: the machine has carry-less products, or an instruction
+    for CRC-32, without which `crc32` is slow.
     """
 
     linear: Callable[..., None]
@@ -71,6 +73,7 @@ class NativeKernels:
     combine: Callable[..., None]
     choose_experts: Callable[..., None]
     largest: Callable[..., None]
+    softmax: Callable[..., None]
     foresee: Callable[..., int]
     norm_of_sum: Callable[..., None]
     softcap: Callable[..., None]
@@ -96,6 +99,7 @@ class NativeKernels:
         library, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self._progress = c_int64.in_dll(library, "moeserve_progress")
         self.has_tiles = bool(c_int64.in_dll(library, "moeserve_has_tiles"))
+        self.sums_as_tiles = bool(c_int64.in_dll(library, "moeserve_sums_as_tiles"))
         self.multiplies_bits = bool(c_int64.in_dll(library, "moeserve_multiplies_bits"))
         for name, arguments in _SIGNATURES.items():
             function = getattr(held if name in _SHORT else library, f"moeserve_{name}")
@@ -111,6 +115,8 @@ class NativeKernels:
         return self._progress.value
 
 
+# The variable that names a library, and its value for the best one whose bits are those of every machine.
+CPU_KERNELS, REPRODUCIBLE = "MOESERVE_CPU_KERNELS", "reproducible"
 # Of a wheel: a library for each target of its machine.
 CARRIED = Path(__file__).parent / "compiled"
 
@@ -155,7 +161,7 @@ def kernels_in_use() -> str | None:
 def computes_in_tiles() -> bool:
     """Return whether this processor's kernels multiply rows in tiles; neither builds nor loads them."""
     wanted = _wanted()
-    return (suitable_targets()[0].name if wanted == "auto" else wanted) == "amx"
+    return (suitable_targets()[0].name if wanted in ("auto", REPRODUCIBLE) else wanted) == "amx"
 
 
 def find_library(carried: Path = CARRIED) -> Found:
@@ -164,7 +170,9 @@ def find_library(carried: Path = CARRIED) -> Found:
     Raises KernelBuildError.
     """
     targets = suitable_targets()
-    if (wanted := _wanted()) != "auto":
+    if (wanted := _wanted()) == REPRODUCIBLE:
+        targets = tuple(target for target in targets if target.sums_as_tiles)
+    elif wanted != "auto":
         names = [target.name for target in targets]
         if wanted not in names:
             raise KernelBuildError(f"MOESERVE_CPU_KERNELS is {wanted}: on this processor torch, {', '.join(names)}.")
@@ -182,7 +190,7 @@ def find_library(carried: Path = CARRIED) -> Found:
 
 
 def _wanted() -> str:
-    return os.environ.get("MOESERVE_CPU_KERNELS") or "auto"
+    return os.environ.get(CPU_KERNELS) or "auto"
 
 
 def _thread_counter() -> int | None:

@@ -19,23 +19,36 @@ struct PairTile {
 
   void take(const uint8_t* const* key_rows, const uint8_t* const* value_rows, int64_t count, int64_t key_dim,
             int64_t value_dim) {
-    transpose_words(key_rows, count, key_dim / 2, 0, keys.data());
+    transpose_words(key_rows, count, key_dim / 2, arrange_pairs, keys.data());
+    std::fill(keys.data() + key_dim / 2 * kTileKeys, keys.data() + num_pairs(key_dim) * kTileKeys, 0);
     typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
     uint32_t* to = values.data();
-    for (int64_t k = 0; k < count; k += 2, to += value_dim) {
+    for (int64_t pair = 0; pair < (count + 3) / 4 * 2; ++pair, to += value_dim) {
+      const uint8_t *lower = value_rows[lower_place(pair)], *upper = value_rows[upper_place(pair)];
       for (int64_t d = 0; d < value_dim; d += kLanes) {
         Shorts low, high;
-        std::memcpy(&low, value_rows[k] + 2 * d, sizeof(low));
-        std::memcpy(&high, value_rows[k + 1] + 2 * d, sizeof(high));
+        std::memcpy(&low, lower + 2 * d, sizeof(low));
+        std::memcpy(&high, upper + 2 * d, sizeof(high));
         const auto both = __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24,
                                                   9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
         std::memcpy(to + d, &both, sizeof(both));
       }
     }
-    if (kHasTiles) {  // They multiply what lies behind, too.
-      std::fill(keys.data() + key_dim / 2 * kTileKeys, keys.data() + num_pairs(key_dim) * kTileKeys, 0);
-      std::fill(to, values.data() + kTileKeys / 2 * value_dim, 0);
+    std::fill(to, values.data() + kTileKeys / 2 * value_dim, 0);
+  }
+
+ private:
+  // Of four words, each of two neighbouring channels, makes pairs as they are multiplied.
+  static MOESERVE_INLINE void arrange_pairs(Words (&four)[4]) {
+#if defined(MOESERVE_MULTIPLIES_PAIRS) && !defined(MOESERVE_HAS_ONE_CHAIN)
+    for (int i = 0; i < 4; i += 2) {
+      const Words first = four[i], second = four[i + 1];
+      four[i] = (second & 0xffffu) | first << 16;
+      four[i + 1] = second >> 16 | (first & 0xffff0000u);
     }
+#else
+    (void)four;
+#endif
   }
 };
 
@@ -43,19 +56,7 @@ struct PairTile {
 template <int Rows>
 void score_pairs(const Pair* queries, int64_t dim, const uint32_t* keys, float* scores);
 template <int Rows, int Parts>
-void add_pairs(const Pair* weights, const float* shares, const uint32_t* values, int64_t count, int64_t value_dim,
-               float* sums);
-
-#if !defined(__AVX512BF16__) && !defined(MOESERVE_HAS_TILES)
-// Adds the products of parts of pairs with one pair of a row, the odd number's first.
-template <int Parts>
-static MOESERVE_INLINE void add_pair(const PartWords (&both)[Parts], const Pair& x, Part (&sums)[Parts]) {
-  const Part odd = splat_part(x.odd), even = splat_part(x.even);
-#pragma GCC unroll 8
-  for (int p = 0; p < Parts; ++p)
-    sums[p] = fma_part((Part)(both[p] << 16), even, fma_part((Part)(both[p] & 0xffff0000u), odd, sums[p]));
-}
-#endif
+void add_pairs(const Pair* weights, const float* shares, const uint32_t* values, int64_t value_dim, float* sums);
 
 #if defined(MOESERVE_HAS_TILES)
 // scores[r] = queries[r] . keys. queries: rows of num_pairs(dim) pairs. The sums have the order of add_pair_products.
@@ -183,78 +184,15 @@ static inline void weigh_pairs(float scale, const float* bases, const float* sco
   store_first<Rows>(total, load_first<Rows>(total) + sum_each(sums));
 }
 
-#if defined(__AVX512BF16__)
-static inline __m512bh splat_pair(const Pair& pair) { return (__m512bh)_mm512_set1_epi32(pair.bits); }
-static inline __m512bh load_pairs(const uint32_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
-
-// scores[r] = queries[r] . keys. queries: rows of num_pairs(dim) pairs.
-template <int Rows>
-void score_pairs(const Pair* queries, int64_t dim, const uint32_t* keys, float* scores) {
-  __m512 sums[Rows][kVectors];
-#pragma GCC unroll 6
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_setzero_ps();
-  }
-  const int64_t stride = num_pairs(dim);
-  for (int64_t d = 0; d < dim / 2; ++d) {
-    __m512bh key[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) key[v] = load_pairs(keys + d * kTileKeys + v * kLanes);
-#pragma GCC unroll 6
-    for (int r = 0; r < Rows; ++r) {
-      const __m512bh q = splat_pair(queries[r * stride + d]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], key[v], q);
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(scores + r * kTileKeys + v * kLanes, sums[r][v]);
-  }
-}
-
-// sums[r] = shares[r] * sums[r] + weights[r] . values over `Parts` parts of channels. weights: rows of 32 pairs.
-template <int Rows, int Parts>
-void add_pairs(const Pair* weights, const float* shares, const uint32_t* values, int64_t count, int64_t value_dim,
-               float* sums) {
-  __m512 local[Rows][Parts];
-#pragma GCC unroll 6
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-    for (int p = 0; p < Parts; ++p)
-      local[r][p] = _mm512_mul_ps(_mm512_loadu_ps(sums + r * value_dim + p * kLanes), _mm512_set1_ps(shares[r]));
-  }
-  for (int64_t pair = 0; 2 * pair < count; ++pair) {
-    __m512bh value[Parts];
-#pragma GCC unroll 4
-    for (int p = 0; p < Parts; ++p) value[p] = load_pairs(values + pair * value_dim + p * kLanes);
-#pragma GCC unroll 6
-    for (int r = 0; r < Rows; ++r) {
-      const __m512bh weight = splat_pair(weights[r * (kTileKeys / 2) + pair]);
-#pragma GCC unroll 4
-      for (int p = 0; p < Parts; ++p) local[r][p] = _mm512_dpbf16_ps(local[r][p], value[p], weight);
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-    for (int p = 0; p < Parts; ++p) _mm512_storeu_ps(sums + r * value_dim + p * kLanes, local[r][p]);
-  }
-}
-#elif !defined(MOESERVE_HAS_TILES)
-// The same for `Parts` parts of keys; see panels.h for the order of sums.
+#if !defined(MOESERVE_HAS_TILES)
+// scores[r] = queries[r] . keys for `Parts` parts of keys. queries: rows of num_pairs(dim) pairs.
 template <int Rows, int Parts>
 [[gnu::noinline]] void score_parts(const Pair* queries, int64_t dim, const uint32_t* keys, float* scores) {
+  const int64_t pairs = num_pairs(dim);
+  const Pair* rows[Rows];
+  for (int r = 0; r < Rows; ++r) rows[r] = queries + r * pairs;
   Part sums[Rows][Parts] = {};
-  const int64_t stride = num_pairs(dim);
-  for (int64_t d = 0; d < dim / 2; ++d, keys += kTileKeys) {
-    PartWords key[Parts];
-    std::memcpy(key, keys, sizeof(key));
-#pragma GCC unroll 6
-    for (int r = 0; r < Rows; ++r) add_pair(key, queries[r * stride + d], sums[r]);
-  }
+  add_steps(rows, PairColumns{keys, kTileKeys}, pairs / kStepPairs, sums);
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
@@ -265,27 +203,24 @@ template <int Rows, int Parts>
 template <int Rows>
 void score_pairs(const Pair* queries, int64_t dim, const uint32_t* keys, float* scores) {
   constexpr int parts = parts_at_once(Rows);
-  const WithoutSubnormals flushed;
   for (int first = 0; first < kTileKeys; first += parts * kPartLanes)
     score_parts<Rows, parts>(queries, dim, keys + first, scores + first);
 }
 
+// sums[r] = shares[r] * sums[r] + weights[r] . values for `Parts` parts of channels. weights: rows of 32 pairs.
 template <int Rows, int Parts>
-[[gnu::noinline]] void add_parts(const Pair* weights, const float* shares, const uint32_t* values, int64_t count,
-                                 int64_t value_dim, float* sums) {
+[[gnu::noinline]] void add_parts(const Pair* weights, const float* shares, const uint32_t* values, int64_t value_dim,
+                                 float* sums) {
+  const Pair* rows[Rows];
   Part local[Rows][Parts];
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
+    rows[r] = weights + r * (kTileKeys / 2);
 #pragma GCC unroll 8
     for (int p = 0; p < Parts; ++p)
       local[r][p] = load_part(sums + r * value_dim + p * kPartLanes) * splat_part(shares[r]);
   }
-  for (int64_t pair = 0; 2 * pair < count; ++pair, values += value_dim) {
-    PartWords value[Parts];
-    std::memcpy(value, values, sizeof(value));
-#pragma GCC unroll 6
-    for (int r = 0; r < Rows; ++r) add_pair(value, weights[r * (kTileKeys / 2) + pair], local[r]);
-  }
+  add_steps(rows, PairColumns{values, value_dim}, kTileKeys / kStepDepth, local);
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
@@ -293,14 +228,12 @@ template <int Rows, int Parts>
   }
 }
 
-// Parts: of 16 channels.
+// Parts: of 16 channels. Callers hold a PairMode, as for scores.
 template <int Rows, int Parts>
-void add_pairs(const Pair* weights, const float* shares, const uint32_t* values, int64_t count, int64_t value_dim,
-               float* sums) {
+void add_pairs(const Pair* weights, const float* shares, const uint32_t* values, int64_t value_dim, float* sums) {
   constexpr int parts = std::min(parts_at_once(Rows), Parts * kLanes / kPartLanes);
-  const WithoutSubnormals flushed;
   for (int first = 0; first < Parts * kLanes; first += parts * kPartLanes)
-    add_parts<Rows, parts>(weights, shares, values + first, count, value_dim, sums + first);
+    add_parts<Rows, parts>(weights, shares, values + first, value_dim, sums + first);
 }
 #endif
 

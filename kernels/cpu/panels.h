@@ -1,13 +1,14 @@
 // Products with weights in panels: 32 output columns, depth after depth. A panel of 16-bit weights keeps the columns
 // (j, 16 + j) as the two halves of one 32-bit word, so that widening to float32 takes a shift and a mask.
 //
-// Every result is one chain of fused multiply-adds over the depth, whatever the number of rows: a row has the same bits in
-// any batch.
+// Every result is one chain of fused multiply-adds over the depth, or of pairs of bfloat16 the sums of pair_sums.h, whatever
+// the number of rows: a row has the same bits in any batch.
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 
-#include "tiles.h"
+#include "pair_sums.h"
 
 namespace moeserve {
 
@@ -53,6 +54,16 @@ static inline void load_parts(const Bf16* from, Part (&parts)[kColumnParts]) {
   }
 }
 
+template <int Rows>
+static inline void store_sums(const Part (&parts)[Rows][kColumnParts], Columns* sums) {
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+    for (int p = 0; p < kColumnParts; ++p)
+      store_part(reinterpret_cast<float*>(sums + r) + p * kPartLanes, parts[r][p]);
+  }
+}
+
 // Adds the products at depth k.
 template <int Rows, typename Weight>
 static inline void step(const float* const (&row)[Rows], const Weight* panel, int64_t k,
@@ -68,8 +79,8 @@ static inline void step(const float* const (&row)[Rows], const Weight* panel, in
   }
 }
 
-// sums[r] = rows[r] . panel, for rows of `depth` floats. OddFirst: of each two depths the second one is multiplied first.
-template <int Rows, bool OddFirst = false, typename Weight>
+// sums[r] = rows[r] . panel, for rows of `depth` floats.
+template <int Rows, typename Weight>
 static inline void multiply(const float* const* rows, const Weight* panel, int64_t depth, Columns* sums) {
   Part local[Rows][kColumnParts];
   const float* row[Rows];
@@ -82,27 +93,11 @@ static inline void multiply(const float* const* rows, const Weight* panel, int64
   int64_t k = 0;
   for (; k + 4 <= depth; k += 4) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) step<Rows>(row, panel, k + (OddFirst ? i ^ 1 : i), local);
+    for (int i = 0; i < 4; ++i) step<Rows>(row, panel, k + i, local);
   }
-  for (; k < depth; ++k) step<Rows>(row, panel, OddFirst ? std::min(k ^ 1, depth - 1) : k, local);
-#pragma GCC unroll 12
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 8
-    for (int p = 0; p < kColumnParts; ++p)
-      store_part(reinterpret_cast<float*>(sums + r) + p * kPartLanes, local[r][p]);
-  }
+  for (; k < depth; ++k) step<Rows>(row, panel, k, local);
+  store_sums(local, sums);
 }
-
-// Two numbers of a row, rounded to bfloat16. A zero follows a row of odd depth.
-#if defined(__AVX512BF16__) || defined(MOESERVE_HAS_TILES)
-struct Pair {
-  int32_t bits;  // The number of lower depth in the low half.
-};
-#else
-struct Pair {
-  float even, odd;
-};
-#endif
 
 static inline int64_t num_pairs(int64_t depth) { return (depth + kPanelColumns - 1) / kPanelColumns * kLanes; }
 
@@ -119,8 +114,12 @@ static inline Words round_to_upper(Floats value) {
 // Rounds 32 numbers to 16 pairs.
 static inline void store_pairs(Floats low, Floats high, Pair* out) {
 #if defined(__AVX512BF16__)
-  _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-#elif defined(MOESERVE_HAS_TILES)
+  __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#if !defined(MOESERVE_HAS_TILES) && !defined(MOESERVE_HAS_ONE_CHAIN)  // Of four numbers the third and the first, the fourth and the second.
+  pairs = _mm512_shuffle_epi8(pairs, _mm512_set4_epi32(0x0b0a0f0e, 0x09080d0c, 0x03020706, 0x01000504));
+#endif
+  _mm512_storeu_si512(out, pairs);
+#elif defined(MOESERVE_PACKS_PAIRS)
   typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
   const Shorts shorts[2] = {__builtin_convertvector(round_to_upper(low) >> 16, Shorts),
                             __builtin_convertvector(round_to_upper(high) >> 16, Shorts)};
@@ -142,44 +141,58 @@ static inline void round_to_pairs(const float* x, int64_t depth, Pair* out) {
   store_pairs(load(left), load(left + kLanes), out);
 }
 
-// sums[r] = rows[r] . panel, one chain of fused multiply-adds over the depth, of each pair the odd number first.
-#if defined(__AVX512BF16__)
-// Each pair of products is added by one instruction.
-template <int Rows>
-static inline void multiply(const Pair* const* rows, const Bf16* panel, int64_t depth, Columns* sums) {
-  __m512 low[Rows], high[Rows];
-  const Pair* row[Rows];
-#pragma GCC unroll 12
-  for (int r = 0; r < Rows; ++r) low[r] = high[r] = _mm512_setzero_ps(), row[r] = rows[r];
-  for (int64_t k = 0; k < depth; k += 2, panel += 2 * kPanelColumns) {
-    __builtin_prefetch((const char*)panel + 2048);
-    __builtin_prefetch((const char*)panel + 2112);
-    const __m512i first = _mm512_loadu_si512(panel);
-    const __m512i second = k + 1 < depth ? _mm512_loadu_si512(panel + kPanelColumns) : _mm512_setzero_si512();
-    const __m512bh left = (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaa, first, _mm512_slli_epi32(second, 16));
-    const __m512bh right = (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(first, 16), second);
-#pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) {
-      const __m512bh x = (__m512bh)_mm512_set1_epi32(row[r][k / 2].bits);
-      low[r] = _mm512_dpbf16_ps(low[r], left, x);
-      high[r] = _mm512_dpbf16_ps(high[r], right, x);
+#if !defined(MOESERVE_HAS_TILES)
+struct PanelPairs {
+  const Bf16* panel;
+
+  template <int Chain>
+  MOESERVE_INLINE void load(int64_t pair, Factors (&parts)[kColumnParts]) const {
+#if defined(MOESERVE_PACKS_PAIRS)
+    const Bf16 *lower = panel + lower_place(pair) * kPanelColumns, *upper = panel + upper_place(pair) * kPanelColumns;
+    __builtin_prefetch((const char*)lower + 2048);
+    __builtin_prefetch((const char*)upper + 2048);
+#pragma GCC unroll 4
+    for (int p = 0; p < kColumnParts / 2; ++p) {
+      PartWords low, high;
+      std::memcpy(&low, lower + 2 * p * kPartLanes, sizeof(low));
+      std::memcpy(&high, upper + 2 * p * kPartLanes, sizeof(high));
+      parts[p] = (low & 0xffffu) | high << 16;
+      parts[p + kColumnParts / 2] = low >> 16 | (high & 0xffff0000u);
     }
+#else
+    const Bf16* from = panel + (2 * pair + Chain) * kPanelColumns;
+    __builtin_prefetch((const char*)from + 2048);
+    load_parts(from, parts);
+#endif
   }
-#pragma GCC unroll 12
-  for (int r = 0; r < Rows; ++r) sums[r] = {(Floats)low[r], (Floats)high[r]};
-}
-#elif !defined(MOESERVE_HAS_TILES)
+};
+
+// Zeros lie behind the weights of a last step that is not whole.
 template <int Rows>
-[[gnu::noinline]] void multiply_odd_first(const float* const* rows, const Bf16* panel, int64_t depth, Columns* sums) {
-  multiply<Rows, true>(rows, panel, depth, sums);
+[[gnu::noinline]] void multiply_steps(const Pair* const* rows, const Bf16* panel, int64_t depth, Columns* sums) {
+  const Pair* pairs[Rows];
+  for (int r = 0; r < Rows; ++r) pairs[r] = rows[r];
+  Part local[Rows][kColumnParts] = {};
+  Bf16 last[kStepDepth * kPanelColumns];
+  for (int64_t first = 0, steps; first < depth; first += steps * kStepDepth) {
+    const Bf16* from = panel + first * kPanelColumns;
+    steps = (depth - first) / kStepDepth;
+    if (!steps) {
+      const int64_t left = (depth - first) * kPanelColumns;
+      std::fill(std::copy_n(from, left, last), std::end(last), Bf16{});
+      from = last, steps = 1;
+    }
+    add_steps(pairs, PanelPairs{from}, steps, local);
+    for (int r = 0; r < Rows; ++r) pairs[r] += steps * kStepPairs;
+  }
+  store_sums(local, sums);
 }
 
+// sums[r] = rows[r] . panel.
 template <int Rows>
 static inline void multiply(const Pair* const* rows, const Bf16* panel, int64_t depth, Columns* sums) {
-  const float* numbers[Rows];
-  for (int r = 0; r < Rows; ++r) numbers[r] = &rows[r]->even;
-  const WithoutSubnormals flushed;
-  multiply_odd_first<Rows>(numbers, panel, depth, sums);
+  [[maybe_unused]] const PairMode mode{};
+  multiply_steps<Rows>(rows, panel, depth, sums);
 }
 #endif
 

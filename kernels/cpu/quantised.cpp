@@ -134,116 +134,82 @@ template <Format F, int Rows>
 void multiply_pairs(const Pair* const* rows, const uint8_t* panel, const uint8_t* pairs, int64_t num_blocks,
                     Columns* sums);
 
+// The weights of 16 columns at two depths, floats of 8 bits, as pairs.
 #if defined(__AVX512BF16__)
-// The weights of 16 columns at two depths: 32 floats of 8 bits, depth after depth. bfloat16 holds each of them, but a
-// product would take its subnormal numbers for zero: they are looked up.
-inline __m512bh pairs_of_e4m3(const uint8_t* from) {
+// bfloat16 holds each of them, but a product would take its subnormal numbers for zero: they are looked up.
+inline Words pairs_of_e4m3(const uint8_t* lower, const uint8_t* upper) {
   typedef int16_t Halves __attribute__((vector_size(64)));
   const Halves side_by_side = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const Halves small = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};  // 0 ... 7 times 2^-9.
-  const Halves bits = (Halves)_mm512_permutexvar_epi16((__m512i)side_by_side,
-                                                       _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from)));
+  const __m256i codes = _mm256_set_m128i(_mm_loadu_si128((const __m128i*)upper), _mm_loadu_si128((const __m128i*)lower));
+  const Halves bits = (Halves)_mm512_permutexvar_epi16((__m512i)side_by_side, _mm512_cvtepu8_epi16(codes));
   const Halves magnitude = bits & 0x7f, normal = (magnitude << 4) + (120 << 7);
   const __mmask32 is_small = _mm512_cmplt_epu16_mask((__m512i)magnitude, _mm512_set1_epi16(8));
   const __m512i value =
       _mm512_mask_permutexvar_epi16((__m512i)normal, is_small, (__m512i)magnitude, (__m512i)small);
-  return (__m512bh)((Halves)value | ((bits << 8) & int16_t(0x8000)));
-}
-
-// Each block's products are summed from zero, and its scale multiplies the sum. pairs: the weights of both halves as
-// pairs_of_e4m3 returns them, by turns; only read where `Expanded`.
-template <Format F, int Rows, bool Expanded>
-void multiply_pairs(const Pair* const* rows, const uint8_t* panel, const __m512bh* pairs, int64_t num_blocks,
-                    Columns* sums) {
-  constexpr Traits format = traits_of(F);
-  constexpr int scale_at = format.super_bytes() ? 0 : format.code_bytes(), num_pairs = format.depth() / 2;
-  const uint8_t* halves[2] = {panel, panel + num_blocks * format.block_bytes()};
-  const Pair* row[Rows];
-  for (int r = 0; r < Rows; ++r) row[r] = rows[r], sums[r] = Columns{};
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    const uint8_t *low_codes = halves[0] + format.super_bytes(), *high_codes = halves[1] + format.super_bytes();
-    __m512 low[Rows], high[Rows];
-#pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) low[r] = high[r] = _mm512_setzero_ps();
-    for (int i = 0; i < num_pairs; ++i) {
-      __m512bh left, right;
-      if constexpr (Expanded) {
-        left = *pairs++, right = *pairs++;
-      } else {
-        __builtin_prefetch(low_codes + 2 * i * kLanes + kPrefetch / 2);
-        __builtin_prefetch(high_codes + 2 * i * kLanes + kPrefetch / 2);
-        left = pairs_of_e4m3(low_codes + 2 * i * kLanes), right = pairs_of_e4m3(high_codes + 2 * i * kLanes);
-      }
-#pragma GCC unroll 12
-      for (int r = 0; r < Rows; ++r) {
-        const __m512bh x = (__m512bh)_mm512_set1_epi32(row[r][i].bits);
-        low[r] = _mm512_dpbf16_ps(low[r], left, x);
-        high[r] = _mm512_dpbf16_ps(high[r], right, x);
-      }
-    }
-    const Floats low_scale = load(reinterpret_cast<const float*>(halves[0] + scale_at));
-    const Floats high_scale = load(reinterpret_cast<const float*>(halves[1] + scale_at));
-#pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) {
-      sums[r].low = moeserve::fma((Floats)low[r], low_scale, sums[r].low);
-      sums[r].high = moeserve::fma((Floats)high[r], high_scale, sums[r].high);
-      row[r] += num_pairs;
-    }
-    halves[0] += format.block_bytes(), halves[1] += format.block_bytes();
-  }
-}
-
-template <Format F, int Rows>
-void multiply_pairs(const Pair* const* rows, const uint8_t* panel, const uint8_t* pairs, int64_t num_blocks,
-                    Columns* sums) {
-  const auto* expanded = reinterpret_cast<const __m512bh*>(pairs);
-  (pairs ? multiply_pairs<F, Rows, true> : multiply_pairs<F, Rows, false>)(rows, panel, expanded, num_blocks, sums);
+  return (Words)((Halves)value | ((bits << 8) & int16_t(0x8000)));
 }
 #else
-// The same bits from any machine.
-inline Words pairs_of_e4m3(const uint8_t* from) {
-  const Words first = (Words)(from_e4m3(from) * kE4m3Unit), second = (Words)(from_e4m3(from + kLanes) * kE4m3Unit);
-  return first >> 16 | (second & 0xffff0000u);
+inline Words pairs_of_e4m3(const uint8_t* lower, const uint8_t* upper) {
+  const Words low = (Words)(from_e4m3(lower) * kE4m3Unit), high = (Words)(from_e4m3(upper) * kE4m3Unit);
+  return low >> 16 | (high & 0xffff0000u);
+}
+#endif
+
+MOESERVE_INLINE Words pairs_of_codes(const uint8_t* codes, int64_t pair) {
+  return pairs_of_e4m3(codes + lower_place(pair) * kLanes, codes + upper_place(pair) * kLanes);
 }
 
 #if !defined(MOESERVE_HAS_TILES)
-// The products of a block, in the order of panels.h.
-template <int Rows, int Pairs>
-[[gnu::noinline]] void multiply_block(const Pair* const (&row)[Rows], const uint8_t* pairs, Columns* products) {
-  Part sums[Rows][kColumnParts] = {};
-  for (int i = 0; i < Pairs; ++i, pairs += sizeof(PartWords) * kColumnParts) {
-#pragma GCC unroll 8
-    for (int p = 0; p < kColumnParts; ++p) {
-      const PartWords both = load_part_words(pairs + p * sizeof(PartWords));
-#pragma GCC unroll 12
-      for (int r = 0; r < Rows; ++r) {
-        const Part odd = fma_part((Part)(both & 0xffff0000u), splat_part(row[r][i].odd), sums[r][p]);
-        sums[r][p] = fma_part((Part)(both << 16), splat_part(row[r][i].even), odd);
-      }
-    }
+// A block of floats of 8 bits of both halves of a panel.
+struct CodePairs {
+  const uint8_t *low, *high;
+
+  template <int Chain>
+  MOESERVE_INLINE void load(int64_t pair, Factors (&parts)[kColumnParts]) const {
+    __builtin_prefetch(low + 2 * pair * kLanes + kPrefetch / 2);
+    __builtin_prefetch(high + 2 * pair * kLanes + kPrefetch / 2);
+    union {
+      Words halves[2];
+      PartWords parts[kColumnParts];
+    } both = {{pairs_of_codes(low, pair), pairs_of_codes(high, pair)}};
+    for (int p = 0; p < kColumnParts; ++p) parts[p] = factor_of<Chain>(both.parts[p]);
   }
-  for (int r = 0; r < Rows; ++r)
-    for (int p = 0; p < kColumnParts; ++p)
-      store_part(reinterpret_cast<float*>(products + r) + p * kPartLanes, sums[r][p]);
+};
+
+// The products of a block.
+template <int Rows, int Steps, typename Weights>
+[[gnu::noinline]] void multiply_block(const Pair* const (&row)[Rows], const Weights& weights, Columns* products) {
+  Part sums[Rows][kColumnParts] = {};
+  add_steps(row, weights, Steps, sums);
+  store_sums(sums, products);
 }
 
+// Each block's products are summed from zero, and its scale multiplies the sum.
 template <Format F, int Rows>
 void multiply_pairs(const Pair* const* rows, const uint8_t* panel, const uint8_t* pairs, int64_t num_blocks,
                     Columns* sums) {
   constexpr Traits format = traits_of(F);
-  constexpr int num_pairs = format.depth() / 2;
-  const uint8_t* scales = panel + (format.super_bytes() ? 0 : format.code_bytes());
+  constexpr int num_pairs = format.depth() / 2, steps = format.depth() / kStepDepth;
+  const int64_t half_bytes = num_blocks * format.block_bytes();
   const Pair* row[Rows];
   for (int r = 0; r < Rows; ++r) row[r] = rows[r], sums[r] = Columns{};
-  for (int64_t block = 0; block < num_blocks; ++block, scales += format.block_bytes()) {
+  for (int64_t block = 0; block < num_blocks; ++block, panel += format.block_bytes()) {
     Columns products[Rows];
     {
-      const WithoutSubnormals flushed;
-      multiply_block<Rows, num_pairs>(row, pairs + block * num_pairs * sizeof(Columns), products);
+      [[maybe_unused]] const PairMode mode{};
+      if (const uint8_t* codes = panel + format.super_bytes(); kHasPairProducts && !pairs) {
+        multiply_block<Rows, steps>(row, CodePairs{codes, codes + half_bytes}, products);
+      } else {
+        const auto* words = reinterpret_cast<const uint32_t*>(pairs) + block * num_pairs * kPanelColumns;
+        multiply_block<Rows, steps>(row, PairColumns{words, kPanelColumns}, products);
+      }
     }
+    const uint8_t* scales = panel + (format.super_bytes() ? 0 : format.code_bytes());
     const Floats low = load(reinterpret_cast<const float*>(scales));
-    const Floats high = load(reinterpret_cast<const float*>(scales + num_blocks * format.block_bytes()));
+    const Floats high = load(reinterpret_cast<const float*>(scales + half_bytes));
+#pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
       sums[r].low = moeserve::fma(products[r].low, low, sums[r].low);
       sums[r].high = moeserve::fma(products[r].high, high, sums[r].high);
@@ -252,19 +218,19 @@ void multiply_pairs(const Pair* const* rows, const uint8_t* panel, const uint8_t
   }
 }
 #endif
-#endif
 
 template <Format F>
 void expand_panel(const uint8_t* panel, int64_t num_blocks, uint8_t* out) {
   constexpr Traits format = traits_of(F);
   const int64_t half_bytes = num_blocks * format.block_bytes();
   for (int64_t block = 0; block < num_blocks; ++block, panel += format.block_bytes())
-    for (int pair = 0; pair < format.depth() / 2; ++pair, out += 128) {
-      const uint8_t* codes = panel + format.super_bytes() + 2 * pair * kLanes;
-      const decltype(pairs_of_e4m3(codes)) both[] = {pairs_of_e4m3(codes), pairs_of_e4m3(codes + half_bytes)};
+    for (int pair = 0; pair < format.depth() / 2; ++pair, out += 2 * sizeof(Words)) {
+      const uint8_t* codes = panel + format.super_bytes();
+      const Words both[] = {pairs_of_codes(codes, pair), pairs_of_codes(codes + half_bytes, pair)};
       std::memcpy(out, both, sizeof(both));
     }
 }
+
 template <Format F, int Rows>
 void multiply_wide(const float* const* rows, const uint8_t* half, int64_t num_blocks, Floats* out) {
   Floats sums[Rows];

@@ -25,7 +25,7 @@ void store_some(float* to, Floats value, int64_t count) {
 
 Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
 
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+float softplus(float x) { return x > 20.0f ? x : float(log_of_next(exp(x))); }
 
 // The convolution of `rows` rows at up to sixteen channels. bias may be null.
 void convolve(const float* x, int64_t stride, int64_t rows, const float* weight, const float* bias, int64_t width,
@@ -167,10 +167,10 @@ extern "C" void moeserve_gated_delta_rule(const float* qkv, int64_t stride, cons
       const float* logs = gate + value_heads + head * num_decays;
       normalise(heads + head / group * num_keys, num_keys, scale, token.query);
       normalise(heads + (key_heads + head / group) * num_keys, num_keys, 1.0f, token.key);
-      token.beta = rate ? 1.0f / (1.0f + std::exp(-gate[head])) : gate[head];
+      token.beta = rate ? 1.0f / (1.0f + exp(-gate[head])) : gate[head];
       float* target = out + (row * value_heads + head) * num_values;
       if (num_decays == 1) {
-        token.decay[0] = std::exp(rate ? rate[head] * softplus(logs[0] + bias[head]) : logs[0]);
+        token.decay[0] = exp(rate ? rate[head] * softplus(logs[0] + bias[head]) : logs[0]);
         by_columns(num_values, [&](auto columns, int64_t i) {
           step<columns, true>(state + i, num_keys, num_values, token, value + i, target + i);
         });
@@ -207,7 +207,7 @@ extern "C" void moeserve_mamba2_scan(const float* xbc, int64_t stride, const flo
       const float* query = key + num_groups * num_keys;
       const float size = softplus(steps[row * step_stride + head] + bias[head]);
       const float cut = std::min(std::max(size, float(least)), float(most));
-      const float decay = std::exp(rate[head] * cut);
+      const float decay = exp(rate[head] * cut);
       float* target = out + (row * num_heads + head) * num_values;
       by_columns(num_values, [&](auto columns, int64_t i) {
         Floats delta[columns], result[columns];

@@ -1,8 +1,8 @@
-// The likeliest token of a row of logits.
+// The likeliest token of a row of logits, and the probabilities of all.
 #include <algorithm>
 #include <limits>
 
-#include "simd.h"
+#include "softmax.h"
 #include "team.h"
 
 namespace moeserve {
@@ -51,5 +51,16 @@ extern "C" void moeserve_largest(const float* x, int64_t x_stride, int64_t num_r
     const float* logits = x + row * x_stride;
     places[row] = place_of_largest(logits, width);
     largest[row] = logits[places[row]];
+  });
+}
+
+// The softmax of each row of x [num_rows, width], or its logarithms if `takes_logs`.
+extern "C" void moeserve_softmax(const float* x, int64_t x_stride, int64_t num_rows, int64_t width, int64_t takes_logs,
+                                 float* out) {
+  using namespace moeserve;
+  for_shared(num_rows, kComparedAtOnce / width, [&](int64_t row) {
+    const float* logits = x + row * x_stride;
+    const float top = logits[place_of_largest(logits, width)];
+    (takes_logs ? write_log_softmax : write_softmax)(logits, width, top, out + row * width);
   });
 }

@@ -23,6 +23,9 @@ static inline void count_progress() { __atomic_fetch_add(&moeserve_progress, 1, 
 
 constexpr int kLanes = 16;
 
+// The compiler would call some of these functions for the formats with more code, with sums in memory.
+#define MOESERVE_INLINE inline __attribute__((always_inline))
+
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
@@ -240,6 +243,20 @@ static inline Floats exp_of_moderate(Floats x) {
 // The same bits for x <= 0.
 static inline Floats exp_of_negative(Floats x) {
   return select((Ints)(x < kLeastExponent), Floats{}, exp_of_moderate(max(x, splat(kLeastExponent))));
+}
+
+// log(1 + x) for x >= 0, by the series of the inverse hyperbolic tangent. The C library's differs between machines.
+static inline double log_of_next(double x) {
+  const double next = 1.0 + x;
+  if (next == 1.0) return x;
+  int power;
+  double part = std::frexp(next, &power);
+  if (part < 0.70710678118654752) part *= 2.0, --power;
+  const double ratio = (part - 1.0) / (part + 1.0), square = ratio * ratio;
+  double series = 0.0;
+  for (int k = 17; k > 0; k -= 2) series = series * square + 1.0 / k;
+  // The last factor makes up for the digits of x that the sum has not.
+  return (2.0 * ratio * series + power * 0.69314718055994531) * (x / (next - 1.0));
 }
 
 // rows[i] becomes column i of a 16 x 16 matrix.

@@ -13,6 +13,8 @@ _HAS_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt", "pc
 _HAS_V4 = _HAS_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = (*_V4, "-mavx512vnni", "-mavx512bf16")
 _HAS_BF16 = _HAS_V4 | {"avx512_vnni", "avx512_bf16"}
+# On Intel's processors dot products of bfloat16 are slower than multiply-adds of float32.
+_OF_AMD = _HAS_BF16 | {"AuthenticAMD"}
 _ARM = "-march=armv8.2-a+dotprod+crc"
 _HAS_DOTPROD = frozenset({"asimd", "asimddp", "crc32"})
 _HAS_TILES = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
@@ -23,13 +25,15 @@ class Target:
     """A kind of processor, by the name of its library.
 
     machine: as `platform.machine()` names it, None for any. flags: the compiler's. features: what the processor must
-    have, in the words of /proc/cpuinfo, which leaves out what the operating system does not switch on.
+    have, its maker included, in the words of /proc/cpuinfo, which leaves out what the operating system does not switch
+    on. sums_as_tiles: see `NativeKernels`.
     """
 
     name: str
     machine: str | None
     flags: tuple[str, ...]
     features: frozenset[str]
+    sums_as_tiles: bool = True
 
     def suits(self, machine: str, features: frozenset[str]) -> bool:
         """Return whether a processor can run what is compiled for this target."""
@@ -39,7 +43,8 @@ class Target:
 # A processor computes with the first that suits it.
 TARGETS = (
     Target("amx", "x86_64", (*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"), _HAS_BF16 | _HAS_TILES),
-    Target("avx512-bf16", "x86_64", _BF16, _HAS_BF16),
+    Target("avx512-bf16", "x86_64", _BF16, _OF_AMD, sums_as_tiles=False),
+    Target("avx512-bf16-tiles", "x86_64", (*_BF16, "-DMOESERVE_SUMS_AS_TILES"), _OF_AMD),
     Target("avx512-vnni", "x86_64", (*_V4, "-mavx512vnni"), _HAS_V4 | {"avx512_vnni"}),
     Target("avx512", "x86_64", _V4, _HAS_V4),
     Target("avx-vnni", "x86_64", (*_V3, "-mavxvnni"), _HAS_V3 | {"avx_vnni"}),
@@ -78,9 +83,11 @@ def permit_tiles() -> bool:
 
 
 def processor_features() -> frozenset[str]:
-    """Return what the processor has, in the words of /proc/cpuinfo; nothing where it cannot be read."""
+    """Return the processor's maker and features, in the words of /proc/cpuinfo; nothing where it cannot be read."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
+    return frozenset(
+        word for line in first if line.startswith(("vendor_id", "flags", "Features")) for word in line.split()
+    )

@@ -314,3 +314,6 @@ extern "C" void moeserve_multiply_tiles(int64_t count, int64_t of_pairs) {
 
 // 1 if rows are multiplied in tiles.
 extern "C" const int64_t moeserve_has_tiles = moeserve::kHasTiles;
+
+// 1 if products of pairs are summed as tiles do it.
+extern "C" const int64_t moeserve_sums_as_tiles = moeserve::kSumsAsTiles;

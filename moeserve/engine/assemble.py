@@ -22,7 +22,7 @@ from experts.routing.tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.ops import Ops
 from kernels.packed_experts import Experts
-from moeserve.config import ServeConfig
+from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import current_gpu, step_budget
 from moeserve.engine.cpu_body import CpuBody
 from moeserve.engine.experts.kept import ExpertFileWriter, KeptExperts, keep_experts
@@ -195,6 +195,10 @@ def _open_body(
     partners: RankPartners | None,
 ) -> Body:
     if plan.device == "cpu":
+        if config.reproducible and (kernels := native_kernels()) is not None and not kernels.sums_as_tiles:
+            raise ConfigError(
+                "--reproducible: the kernels that MOESERVE_CPU_KERNELS names add in an order of their own."
+            )
         absence = native_kernels_absence()
         if absence is not None:
             log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
@@ -283,6 +287,8 @@ def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:
         kept = str(cpu_kv_dtype(config, plan.spec, plan.dtype, rounding)).removeprefix("torch.")
     if kept not in ("auto", str(plan.dtype).removeprefix("torch.")):
         name += f", keys and values {kept}"
+    if config.reproducible:
+        name += ", bits of every CPU"
     if rounding.is_none:
         return name
     if plan.device == "cuda":

@@ -7,6 +7,7 @@ makes a cache cold, not wrong; and the same model elsewhere has the same fingerp
 from __future__ import annotations
 
 import hashlib
+import platform
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -54,7 +55,7 @@ def fingerprint_of(config: ServeConfig, rank: Rank, model: str) -> str:
         # Where ranks share each layer, each sums its own heads, channels and experts.
         config.tensor_parallel_size,
         served.layers,  # Where ranks share them, each has its part of a block.
-        _compiled(served.device),
+        f"any {platform.machine()}" if config.reproducible else _compiled(served.device),
         version("torch"),
         version("transformers"),
         _hash_sources(),

@@ -11,6 +11,7 @@ import torch
 
 from experts.placement.placement import Placement, PlacementError, contiguous
 from kernels.cpu.library import native_kernels, native_kernels_absence
+from kernels.cpu.panels import LANES
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, LayerPackings
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
@@ -556,6 +557,8 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
     """
     if config.device == "cuda":
         return rounding_on_gpu(spec, index)
+    if config.reproducible:
+        _refuse_other_bits(config, spec)
     rounding = Rounding.named(config.quantization, config.arithmetic)
     if not isinstance(spec, DecoderSpec):
         # The check at load compares numbers, and rounded rows differ by more than faults do.
@@ -578,6 +581,18 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
     if not computes:
         raise ConfigError(f"Quantised weights on a CPU do not multiply rows of {config.dtype}: leave --dtype at auto.")
     return replace(rounding, narrow=narrow)
+
+
+def _refuse_other_bits(config: ServeConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError where torch would compute: its bits differ between processors."""
+    if (absence := native_kernels_absence()) is not None:
+        raise ConfigError(f"--reproducible needs the compiled kernels. {absence}")
+    if not isinstance(spec, DecoderSpec):
+        raise ConfigError("--reproducible is for models on our own code: torch computes a part of others.")
+    if config.dtype == "float16":
+        raise ConfigError("--reproducible: torch computes float16 on a CPU, with other bits on other processors.")
+    if any(dim % LANES for layer in spec.kv_layers for dim in (layer.key_dim, layer.value_dim)):
+        raise ConfigError(f"--reproducible: torch computes attention whose heads are no multiple of {LANES} wide.")
 
 
 def rounding_on_gpu(spec: ModelSpec, index: Mapping[str, TensorInfo]) -> Rounding:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Ops
-from kernels.sampling import Draw
+from kernels.sampling import Draw, softmax
 from kernels.transfer import copied, to_device, to_host
 from moeserve.model.decoder import StepDecoder
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, TokenLogprobs, row_chunks
@@ -170,7 +170,7 @@ class Logprobs:
 
     def __init__(self, logits: Tensor, token_ids: Tensor, num_top: int) -> None:
         """logits [S, V], token_ids [S] int64 on the same device."""
-        logprobs = logits.float().log_softmax(-1)
+        logprobs = softmax(logits.float(), takes_logs=True)
         self._chosen = to_host(logprobs.gather(1, token_ids[:, None])[:, 0])
         self._top = tuple(to_host(part) for part in logprobs.topk(min(num_top, logits.shape[1]))) if num_top else None
 

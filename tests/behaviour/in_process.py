@@ -34,6 +34,7 @@ from tests.behaviour.cases import (
     Record,
     bits_of,
 )
+from tests.support import kernel_bits
 from tests.support.plan_script import digests
 from tests.support.tiny_model import write_model_dir
 from tests.support.tiny_models import save
@@ -52,6 +53,7 @@ _DEMO_EXPERT_MEMORY = 512 * 2**20
 _DEMO_TOP = 1000
 _DEMO_TOKENS = 8
 _TOKENS = 6
+_BATCHES = 10
 
 
 def arithmetic() -> str:
@@ -153,10 +155,17 @@ def plans() -> dict[str, Record]:
     return {f"fcfs-{depth}": {"plans": [" ".join(digest[:6] for digest in digests(depth))]} for depth in (0, 1)}
 
 
+def kernels() -> dict[str, Record]:
+    """What the compiled kernels make of random numbers: the same on every processor."""
+    return {case: {"bits": [bits]} for case, bits in kernel_bits.digests(_BATCHES).items()}
+
+
 def measure(part: str, folder: Path) -> dict[str, Record]:
     kind, _, model = part.partition("/")
     if kind == "plans":
         return plans()
+    if kind == "kernels":
+        return kernels()
     return demo() if kind == "demo" else tiny(folder, model)
 
 

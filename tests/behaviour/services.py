@@ -24,6 +24,8 @@ _ALWAYS = ("--port", "0", "--served-model-name", "m", "--threads", "1", "--max-l
 _SMALL = ("--block-size", "4", "--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--kv-cache-memory", "256KiB")
 _RANKS = ("--expert-parallel-size", "2", "--engine-timeout", "60")
 _GPU = ("--device", "cuda", "--max-model-len", "32", "--engine-timeout", "60")
+# The library whose bits are those of every processor.
+KERNELS = {"MOESERVE_CPU_KERNELS": "reproducible"}
 _GREEDY = {"temperature": 0}
 _DEMO_TOP = 1000
 _SECONDS = 240
@@ -36,7 +38,7 @@ def service(folder: Path, model: Sequence[str], *arguments: str, **environment: 
     environment: variables that differ from this process's.
     """
     folder.mkdir(parents=True)
-    own = {"XDG_RUNTIME_DIR": str(folder), **environment}
+    own = {"XDG_RUNTIME_DIR": str(folder), **KERNELS, **environment}
     command = [sys.executable, "-m", "launcher.cli", "serve", *model, *_ALWAYS, *arguments]
     with (folder / "stderr").open("w") as errors:
         process = popen(command, cwd=ROOT, env=os.environ | own, stdout=subprocess.PIPE, stderr=errors, text=True)

@@ -17,7 +17,9 @@ from tests.behaviour.freeze import check, differences, first_difference
     [
         # At once, since one part waits where another computes.
         # A model of each shape of dispatch, and one with windows and biases.
-        pytest.param(("plans", "cpu", "demo", "ranks/qwen3_moe", "ranks/gpt_oss", "ranks/granitemoe"), id="cpu"),
+        pytest.param(
+            ("plans", "kernels", "cpu", "demo", "ranks/qwen3_moe", "ranks/gpt_oss", "ranks/granitemoe"), id="cpu"
+        ),
         pytest.param(
             ("ranks/qwen2_moe", "ranks/glm4_moe", "ranks/deepseek_v3-yarn"), id="more ranks", marks=pytest.mark.long
         ),
@@ -53,17 +55,20 @@ def test_bits_that_were_not_recorded_are_not_compared() -> None:
     assert first_difference({"tokens": [[1]]}, {"tokens": [[1]], "bits": ["aa"]}, exact=True) is None
 
 
-def test_other_arithmetic_or_weights_leave_tokens_to_compare() -> None:
+def test_other_weights_and_where_torch_computes_other_arithmetic_leave_tokens_to_compare() -> None:
     def found(arithmetic: str, weights: str, bits: str) -> dict[str, object]:
         record = RECORD | {"bits": [bits, "cc"]}
         machine = {"cpu": "AVX2", "arithmetic": arithmetic, "versions": "torch"}
-        rounded = record if arithmetic == "1" else record | {"tokens": [[1, 2], [4]]}
-        cases = {"cpu/qwen/cold": record, "cpu/qwen/bfloat16": rounded, "plans/fcfs-0": {"plans": ["aa"]}}
+        cases = {"cpu/qwen/cold": record, "gpu/qwen/cold": record, "plans/fcfs-0": {"plans": ["aa"]}}
         return {"machine": machine, "weights": {"qwen": weights}, "has_gpu": False, "cases": cases}
 
-    frozen = found("1", "w", "aa bb")
-    assert differences(frozen, found("1", "w", "aa bx"), ["cpu/qwen", "plans"])[0] != []
-    for other in (found("2", "w", "aa bx"), found("1", "v", "aa bx")):
-        wrong, notes = differences(frozen, other, ["cpu/qwen", "plans"])
-        assert wrong == []
-        assert "tokens only" in notes[0]
+    frozen, parts = found("1", "w", "aa bb"), ["cpu/qwen", "gpu/qwen", "plans"]
+    wrong, notes = differences(frozen, found("1", "w", "aa bx"), parts)
+    assert [line.split(":")[0] for line in wrong] == ["cpu/qwen/cold", "gpu/qwen/cold"]
+    assert notes == []
+    wrong, notes = differences(frozen, found("2", "w", "aa bx"), parts)
+    assert [line.split(":")[0] for line in wrong] == ["cpu/qwen/cold"]
+    assert "tokens only of gpu" in notes[0]
+    wrong, notes = differences(frozen, found("1", "v", "aa bx"), parts)
+    assert wrong == []
+    assert "tokens only of qwen" in notes[0]

@@ -68,7 +68,7 @@ def test_a_product_is_summed_in_the_documented_order(depth: int) -> None:
     found = pack_linear(weight, None, torch.float32, narrow_rows=True)(x.float())
     zeros = torch.zeros(37, 70)
     sums = zeros
-    if NATIVE.has_tiles:
+    if NATIVE.sums_as_tiles:
         for first in range(0, depth, 32):
             last = min(first + 32, depth)
             even, odd = (chain(x, weight, range(first + parity, last, 2), zeros) for parity in (0, 1))

@@ -243,3 +243,19 @@ def test_ranks_and_how_they_send_sums_home_are_in_the_fingerprint(tmp_path: Path
     found = {of(split, "float32"), of(split, "bfloat16"), of(other, "float32"), fingerprint_of(BASE, rank, "model")}
     assert len(found) == 4
     rank.close()
+
+
+def test_only_the_bits_of_every_processor_have_a_fingerprint_without_the_library_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, rank = loaded(_safetensors(tmp_path / "model").path, tmp_path)
+    configs = (BASE, replace(BASE, reproducible=True))
+    here = [fingerprint_of(config, rank, "model") for config in configs]
+    other = tmp_path / "other.so"
+    other.write_bytes(b"compiled for another processor")
+    monkeypatch.setattr("moeserve.engine.fingerprint.find_library", lambda: SimpleNamespace(path=other))
+    elsewhere = [fingerprint_of(config, rank, "model") for config in configs]
+    assert here[0] != elsewhere[0]
+    assert here[1] == elsewhere[1]
+    assert here[0] != here[1]
+    rank.close()

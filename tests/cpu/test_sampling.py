@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.ops import CpuOps
-from kernels.sampling import draw, uniform_at
+from kernels.sampling import draw, softmax, uniform_at
 from moeserve.model.sampler import NOT_FINITE, ScoredTokens, draw_tokens
 from moeserve.plan import Chunk, ChunkExtras, ChunkResult, SamplingParams
 
@@ -45,6 +45,17 @@ def test_the_least_temperatures_are_greedy(filters: dict[str, Any]) -> None:
     logits = torch.randn(3, VOCAB) * 10
     least = SamplingParams(1, temperature=1e-38, seed=4, **filters)
     assert [result.token_id for result in sample(logits, [chunk(least)] * 3)] == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 1024, 1025, 50_000])
+def test_probabilities_are_those_of_torch_and_a_row_has_the_same_bits_anywhere(width: int) -> None:
+    logits = 10 * torch.randn(5, width + 3)[:, :width]
+    logits[:, width // 2] += 1.0
+    logits[3, 1:] = -torch.inf
+    for takes_logs, wanted in ((False, logits.softmax(-1)), (True, logits.log_softmax(-1))):
+        found = softmax(logits, takes_logs=takes_logs)
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+        assert torch.equal(softmax(logits[2], takes_logs=takes_logs), found[2])
 
 
 def test_draws_follow_the_distribution() -> None:

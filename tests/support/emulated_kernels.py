@@ -35,6 +35,7 @@ class EmulatedKernels(library.NativeKernels):
         )
         self._memory = os.open("/proc/self/mem", os.O_RDONLY)
         self.has_tiles = bool(self._call("moeserve_has_tiles", [_NUMBER], []))
+        self.sums_as_tiles = bool(self._call("moeserve_sums_as_tiles", [_NUMBER], []))
         self.multiplies_bits = bool(self._call("moeserve_multiplies_bits", [_NUMBER], []))
         for name, types in library._SIGNATURES.items():
             setattr(self, name, self._function(name, types))

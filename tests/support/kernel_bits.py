@@ -30,7 +30,7 @@ from kernels.moe_gate import GateSpec, native_choice
 from kernels.norm import gated_norm, rms_norm, rms_norm_of_sum
 from kernels.packed_experts import ExpertShape
 from kernels.rope_kv import rotate_and_store
-from kernels.sampling import likeliest
+from kernels.sampling import likeliest, softmax
 from kernels.short_conv import short_conv
 from kernels.specs import ActivationKind
 from kernels.state_rows import StateRows
@@ -47,7 +47,7 @@ from kernels.weight_formats import (
     QuantizedRows,
     WeightFormat,
 )
-from tests.support.quantised_rows import random_rows
+from tests.support.quantised_rows import normal, random_rows
 
 Case = Callable[[int], Iterator[Tensor]]
 _DEPTH = 512
@@ -56,16 +56,16 @@ _KERNELS = native_kernels()
 
 def _linear(linear: Linear, depth: int, batches: int) -> Iterator[Tensor]:
     for _ in range(batches):
-        x = torch.randn(int(torch.randint(1, 40, ())), depth) * 2.0 ** torch.randint(-3, 4, (1,))
+        x = normal(int(torch.randint(1, 40, ())), depth) * 2.0 ** torch.randint(-3, 4, (1,))
         yield linear(x)
 
 
 def _product(weight: Callable[[], Matrix], depth: int, batches: int, **how: object) -> Iterator[Tensor]:
-    yield from _linear(pack_linear(weight(), torch.randn(70), torch.float32, **how), depth, batches)  # type: ignore[arg-type]
+    yield from _linear(pack_linear(weight(), normal(70), torch.float32, **how), depth, batches)  # type: ignore[arg-type]
 
 
 def _narrow(depth: int) -> Tensor:
-    return torch.randn(70, depth).bfloat16()
+    return normal(70, depth).bfloat16()
 
 
 def _fine(form: WeightFormat) -> QuantizedRows:
@@ -74,7 +74,7 @@ def _fine(form: WeightFormat) -> QuantizedRows:
 
 def _products() -> Iterator[tuple[str, Case]]:
     for depth in (577, 512):
-        wide, narrow = partial(torch.randn, 70, depth), partial(_narrow, depth)
+        wide, narrow = partial(normal, 70, depth), partial(_narrow, depth)
         yield f"float32 {depth}", partial(_product, wide, depth)
         yield f"bfloat16 {depth}", partial(_product, narrow, depth)
         yield f"bfloat16 times bfloat16 {depth}", partial(_product, narrow, depth, narrow_rows=True)
@@ -99,22 +99,20 @@ def _experts(formats: tuple[WeightFormat, WeightFormat], kind: ActivationKind, b
         pair = random_rows(formats[0], shape.gate_up_rows, 256), random_rows(formats[1], 256, 512)
         experts.put(number, layout.pack((*pair, None, None)))
     for _ in range(batches):
-        x = torch.randn(int(torch.randint(1, 40, ())), 256) / 8
+        x = normal(int(torch.randint(1, 40, ())), 256) / 8
         ids = torch.stack([torch.randperm(5)[:3] for _ in range(len(x))])
         yield experts(x, ids, torch.rand(len(x), 3), activation)
 
 
 def _attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, batches: int) -> Iterator[Tensor]:
-    keys, values = (
-        pack_rows(torch.randn(kv_heads, 1024, dim) * torch.rand(kv_heads, 1024, 1), dtype) for _ in range(2)
-    )
+    keys, values = (pack_rows(normal(kv_heads, 1024, dim) * torch.rand(kv_heads, 1024, 1), dtype) for _ in range(2))
     for number in range(batches):
         blocks = array("i", torch.randperm(128).tolist())
         lengths = [int(torch.randint(1, 30, ())), 1, int(torch.randint(30, 70, ()))]
         spans = [ChunkSpan(length, int(torch.randint(0, 900, ())), blocks) for length in lengths]
         plan = AttentionPlan(spans, 8)
-        q = torch.randn(plan.num_rows, heads, dim)
-        sinks, window = (torch.randn(heads) if number % 3 == 1 else None), (100 if number % 2 else None)
+        q = normal(plan.num_rows, heads, dim)
+        sinks, window = (normal(heads) if number % 3 == 1 else None), (100 if number % 2 else None)
         yield paged_attention(q, keys, values, plan, scale=dim**-0.5, window=window, sinks=sinks)
 
 
@@ -132,9 +130,9 @@ def _indexed(dtype: torch.dtype, batches: int) -> Iterator[Tensor]:
 
 def _rotation(dtype: torch.dtype, batches: int) -> Iterator[Tensor]:
     for number in range(batches):
-        qkv = torch.randn(33, 6 + 2 * 2, 32)
+        qkv = normal(33, 6 + 2 * 2, 32)
         pools = [torch.zeros(2, 64, row_width(32, dtype), dtype=dtype) for _ in range(2)]
-        angles, norms = torch.randn(33, 16), (torch.randn(32), torch.randn(32))
+        angles, norms = normal(33, 16), (normal(32), normal(32))
         flags = {"interleaved": number % 2 == 1, "head_norms": norms if number % 3 else None, "eps": 1e-6}
         cos, sin = angles.clamp(-1, 1), (1 - angles.clamp(-1, 1) ** 2).sqrt()
         yield rotate_and_store(qkv, cos, sin, torch.randperm(64)[:33], *pools, **flags)  # type: ignore[arg-type]
@@ -143,19 +141,19 @@ def _rotation(dtype: torch.dtype, batches: int) -> Iterator[Tensor]:
 
 def _norms(batches: int) -> Iterator[Tensor]:
     for width in (15, 64, 577)[: 1 + batches]:
-        x, weight, gates = torch.randn(40, width), torch.randn(width), torch.randn(20, 2 * width)
+        x, weight, gates = normal(40, width), normal(width), normal(20, 2 * width)
         yield rms_norm(x, weight, 1e-5)
         yield gated_norm(x.view(20, 2, width), gates, weight, 1e-5)
-        yield rms_norm_of_sum(x, torch.randn(40, width), weight, 1e-5, 0.3)
+        yield rms_norm_of_sum(x, normal(40, width), weight, 1e-5, 0.3)
 
 
 def _gate(spec: GateSpec, batches: int) -> Iterator[Tensor]:
-    gate = pack_linear(torch.randn(8, 64))
+    gate = pack_linear(normal(8, 64))
     choose = native_choice(gate, spec, None)
     assert isinstance(gate, PanelLinear)
     assert choose is not None
     for _ in range(batches):
-        yield from choose(torch.randn(int(torch.randint(1, 40, ())), 64))
+        yield from choose(normal(int(torch.randint(1, 40, ())), 64))
 
 
 def _rows() -> StateRows:
@@ -164,31 +162,34 @@ def _rows() -> StateRows:
 
 def _recurrent(batches: int) -> Iterator[Tensor]:
     for _ in range(batches):
-        states = torch.randn(3, 4, 32, 48)
-        heads = DeltaHeads(2, 4, 32, 48, -torch.rand(4) * 3, torch.randn(4))
-        yield gated_delta_rule(torch.randn(24, sum(heads.widths)), torch.randn(24, 8), heads, states, _rows())
+        states = normal(3, 4, 32, 48)
+        heads = DeltaHeads(2, 4, 32, 48, -torch.rand(4) * 3, normal(4))
+        yield gated_delta_rule(normal(24, sum(heads.widths)), normal(24, 8), heads, states, _rows())
         yield states
-        of_mamba = MambaHeads(4, 2, 48, 32, -torch.rand(4), torch.randn(4), torch.randn(4))
-        yield mamba2_scan(torch.randn(24, sum(of_mamba.widths)), torch.randn(24, 4), of_mamba, states, _rows())
+        of_mamba = MambaHeads(4, 2, 48, 32, -torch.rand(4), normal(4), normal(4))
+        yield mamba2_scan(normal(24, sum(of_mamba.widths)), normal(24, 4), of_mamba, states, _rows())
         yield states
-        of_channels = torch.randn(3, 8, 64)
-        inputs, sizes, shared = torch.randn(24, 64), torch.rand(24, 64), torch.randn(24, 16)
-        yield mamba1_scan(inputs, sizes, shared, -torch.rand(8, 64), torch.randn(64), of_channels, _rows())
-        window = torch.randn(3, 3, 64)
-        yield short_conv(inputs, torch.randn(4, 64), window, _rows(), torch.randn(64))
+        of_channels = normal(3, 8, 64)
+        inputs, sizes, shared = normal(24, 64), torch.rand(24, 64), normal(24, 16)
+        yield mamba1_scan(inputs, sizes, shared, -torch.rand(8, 64), normal(64), of_channels, _rows())
+        window = normal(3, 3, 64)
+        yield short_conv(inputs, normal(4, 64), window, _rows(), normal(64))
         yield window
 
 
 def _quantised(form: WeightFormat, batches: int) -> Iterator[Tensor]:
     assert _KERNELS is not None
     for number in range(batches):
-        numbers = torch.randn(24, _DEPTH)
+        numbers = normal(24, _DEPTH)
         yield quantise(numbers.bfloat16() if number % 2 else numbers, form, _KERNELS).data
 
 
-def _largest(batches: int) -> Iterator[Tensor]:
+def _sampling(batches: int) -> Iterator[Tensor]:
     for _ in range(batches):
-        yield from likeliest(torch.randn(5, 1003))
+        logits = 4 * normal(5, 1003)
+        yield from likeliest(logits)
+        yield softmax(logits)
+        yield softmax(logits, takes_logs=True)
 
 
 def cases() -> Iterator[tuple[str, Case]]:
@@ -207,7 +208,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "recurrent", _recurrent
     for form in (Q8_0, Q4_1, Q5_1, Q4_K, Q5_K, Q6_K):
         yield f"rounding to {form.name}", partial(_quantised, form)
-    yield "largest", _largest
+    yield "sampling", _sampling
 
 
 def digests(batches: int) -> dict[str, str]:

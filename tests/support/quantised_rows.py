@@ -31,6 +31,11 @@ from kernels.weight_formats import (
 )
 
 
+def normal(*shape: int) -> torch.Tensor:
+    """Draw numbers that are about normal, of integers: `torch.randn` has other bits on some machines."""
+    return (torch.randint(0, 2**22, (4, *shape)).sum(0) - 2**23).float() * (3**0.5 / 2**22)
+
+
 def random_rows(form: WeightFormat, num_rows: int, depth: int) -> QuantizedRows:
     if form is MXFP4:
         blocks = torch.randint(0, 256, (num_rows, depth // 32, 16), dtype=torch.uint8)
@@ -58,7 +63,7 @@ def random_rows(form: WeightFormat, num_rows: int, depth: int) -> QuantizedRows:
     gguf: Any = pytest.importorskip("gguf", reason="a machine for kernels alone may lack it")
     kind = gguf.GGMLQuantizationType[form.name.upper()]
     if form.block == 32:
-        data = torch.from_numpy(gguf.quantize(torch.randn(num_rows, depth).numpy(), kind))
+        data = torch.from_numpy(gguf.quantize(normal(num_rows, depth).numpy(), kind))
         return QuantizedRows(form, data, depth)
     # Any bytes are valid codes and scales of a superblock; only its float16 scales must be finite.
     blocks = torch.randint(0, 256, (num_rows, depth // 256, form.block_bytes), dtype=torch.uint8)

@@ -102,6 +102,7 @@ def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:
         ({"arithmetic": "exact"}, None, "--arithmetic exact is for a CPU"),
         ({"kv_cache_dtype": "fp8_e4m3", "dtype": "float32"}, None, "--kv-cache-dtype is for 16 bits"),
         ({"kv_cache_dtype": "int8"}, None, "--kv-cache-dtype int8 is for a CPU"),
+        ({"reproducible": True}, None, "--reproducible is for a CPU"),
     ],
 )
 def test_a_gpu_asked_for_by_name_that_cannot_serve_is_refused(

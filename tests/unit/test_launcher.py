@@ -21,9 +21,10 @@ from launcher import preflight
 from launcher.cli import main
 from launcher.console import ProgressDisplay, ready_banner
 from launcher.preflight import LaunchError, gpu_names, is_loopback, open_listener, reachable_address, url, usable_cores
-from launcher.processes import child_environment, decode_status
+from launcher.processes import child_environment, computing_environment, decode_status
 from launcher.run_directory import hash_model, remove_stale, run_directory
 from launcher.serve import notify_systemd, pat_watchdog
+from moeserve.config import ServeConfig
 from moeserve.statuses import Failed, Loading, Ready
 from tests.support.service import descendants, read_of_process, wait_until
 
@@ -220,6 +221,15 @@ def test_children_inherit_no_settings_and_no_keys():
     assert "NOTIFY_SOCKET" not in inherited
     assert inherited["HOME"] == "/h"
     assert inherited["OMP_NUM_THREADS"] == "2"
+
+
+def test_processes_of_a_reproducible_service_take_its_kernels_unless_the_user_names_others():
+    assert "MOESERVE_CPU_KERNELS" not in computing_environment({}, ServeConfig(threads=1))
+    config = ServeConfig(threads=3, reproducible=True)
+    assert computing_environment({}, config)["MOESERVE_CPU_KERNELS"] == "reproducible"
+    assert computing_environment({}, config)["OMP_NUM_THREADS"] == "3"
+    named = {"MOESERVE_CPU_KERNELS": "x86-64-v3"}
+    assert computing_environment(named, config)["MOESERVE_CPU_KERNELS"] == "x86-64-v3"
 
 
 def test_another_distribution_named_kernels_is_refused(monkeypatch):
