@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from msgspec.structs import replace as replace_struct
@@ -18,10 +19,19 @@ from structlog.testing import capture_logs
 from launcher.preflight import check_nodes
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.curve import CurveKeys, create_keys, load_keys
-from moeserve.engine.ranks import transport
-from moeserve.engine.ranks.meeting import Meeting, interface_of, is_own, machine_id, own_address_towards, resolve
+from moeserve.engine.ranks import meeting, transport
+from moeserve.engine.ranks.meeting import (
+    Announcement,
+    Meeting,
+    interface_of,
+    is_own,
+    machine_id,
+    own_address_towards,
+    resolve,
+)
 from moeserve.engine.ranks.messages import Dismissed, Joined, RankError, Shutdown, Start, ToRank
 from moeserve.engine.ranks.transport import RankHub, RankLink
+from moeserve.run_context import RunContext
 
 JOINED = Joined(1, os.getpid(), "other", "elsewhere", "software", "model")
 NUM_BEFORE = 32  # messages of a MiB, together more than the buffers of a connection take
@@ -192,6 +202,47 @@ def test_what_is_no_key_is_refused(tmp_path: Path, content: str) -> None:
     path.chmod(0o600)
     with pytest.raises(ConfigError, match="moeserve curve-key"):
         load_keys(path)
+
+
+class Store:
+    """torchrun's store, in which rank 0 has announced a life."""
+
+    def __init__(self, life: int) -> None:
+        self._said = msgspec.json.encode(Announcement(life, "tcp://127.0.0.1:1", ["tcp://127.0.0.1:2"] * 3, None))
+
+    def get(self, key: str) -> bytes:
+        return self._said
+
+
+# life: of the context, 0 under a user's own torchrun. On node 0 it is the one that begins, elsewhere the last.
+@pytest.mark.parametrize(
+    ("node", "life", "meets"), [(0, 7, True), (0, 6, False), (0, 0, True), (1, 7, False), (1, 6, True)]
+)
+@pytest.mark.parametrize("loading", [True, False])
+def test_a_rank_of_node_0_meets_in_the_life_that_begins_and_others_in_one_after_their_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, life: int, meets: bool, loading: bool
+) -> None:
+    key = tmp_path / "key"
+    create_keys(key)
+    config = ServeConfig(expert_parallel_size=4, nnodes=2, node_rank=node, curve_key_file=str(key))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(meeting, "_store", lambda: Store(7))
+    monkeypatch.setattr(meeting, "_SECONDS_TO_MEET", 0)
+    here = RunContext(
+        config=config,
+        model_dir="",
+        model_hash="",
+        run_dir=str(tmp_path),
+        incarnation=life,
+        secret="",
+        served_model_names=(),
+        meets_in_store=True,
+    )
+    if meets:
+        assert meeting.meet_first(here, loading=loading).incarnation == 7
+    else:
+        with pytest.raises(RankError, match="no new life in 0 s"):
+            meeting.meet_first(here, loading=loading)
 
 
 def test_settings_of_several_nodes_that_do_not_fit_are_refused(tmp_path: Path) -> None:

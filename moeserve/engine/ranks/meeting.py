@@ -103,13 +103,15 @@ def meet_as_first(context: RunContext, *, loading: bool = False) -> Meeting:
 def meet_first(context: RunContext, *, loading: bool = False) -> Meeting:
     """Return where another rank finds rank 0, once rank 0 has announced it. Raise ConfigError or RankError.
 
-    In the store a life other than that of `context` is waited for, which is the last one that this rank was in.
+    In the store a rank of node 0 waits for the life of `context`. One of another node, or of a user's own torchrun,
+    waits for a life other than that, which is the last one that it was in.
     """
     config = context.config
     if not context.meets_in_store:
         return _meet_in_directory(context, loading)
     try:
-        announced = _read_announcement(_LOADING_KEY if loading else _STORE_KEY, context.incarnation)
+        key, knows_life = _LOADING_KEY if loading else _STORE_KEY, config.node_rank == 0 and context.incarnation > 0
+        announced = _read_announcement(key, context.incarnation, knows_life=knows_life)
     except (RuntimeError, msgspec.MsgspecError) as error:
         raise RankError(
             f"Rank 0 does not say in torchrun's store where it is: {str(error).partition('.')[0]}."
@@ -127,12 +129,15 @@ def meet_first(context: RunContext, *, loading: bool = False) -> Meeting:
     )
 
 
-def _read_announcement(key: str, last: int) -> Announcement:
-    """Return what rank 0 announces of a life other than `last`. Raise RuntimeError if it does not in time."""
+def _read_announcement(key: str, life: int, *, knows_life: bool) -> Announcement:
+    """Return what rank 0 announces of a `life`, or of any other one unless the rank `knows_life`.
+
+    Raise RuntimeError if it does not in time.
+    """
     store, deadline = _store(), time.monotonic() + _SECONDS_TO_MEET
     while True:
         announced = msgspec.json.decode(store.get(key), type=Announcement)
-        if announced.incarnation != last:
+        if (announced.incarnation == life) == knows_life:
             return announced
         if time.monotonic() > deadline:
             raise RuntimeError(f"no new life in {_SECONDS_TO_MEET} s")
