@@ -473,7 +473,7 @@ def _ways_lines(ways: ModelWays) -> Iterator[str]:
     for who, one in zip(("one request", "many"), taken, strict=True):
         yield f"  For {who} take {' '.join(one.way.flags)}"
     if ways.what != "NUMA node":
-        yield "  On GPUs moeserve has only experts over ranks so far; the others are for CPUs."
+        yield "  No service of several GPUs has run yet."
 
 
 def _said_of_kv_disk(setup: Setup) -> str:

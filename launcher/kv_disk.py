@@ -61,12 +61,12 @@ def said_of_disk(config: ServeConfig) -> str | None:
 
 def _suits(config: ServeConfig) -> bool:
     """Return whether KV on disk is of use to a service, and nobody but this user's programs reaches it."""
-    several = config.nnodes > 1 or config.tensor_parallel_size > 1
-    several = several or (config.expert_parallel_size > 1 and config.rebalance_interval > 0)
+    moves = config.expert_parallel_size > 1 and config.rebalance_interval > 0
     return (
         is_loopback(config.host)
         and config.enable_prefix_caching
         and config.device != "cuda"
         and config.kv_host_memory is None
-        and not several
+        and config.nnodes == 1
+        and not moves
     )

@@ -58,19 +58,24 @@ def _config_of_group(config: ServeConfig) -> ServeConfig:
             "launcher.worker is for torchrun (torchrun --nproc-per-node 2 -m launcher.worker MODEL): "
             "on its own, use moeserve serve."
         ) from None
-    # Ranks that share each layer are groups of those that share the experts.
+    # Ranks that share each layer are groups of those that share the experts, and these the stages of a pipeline.
     num_groups, ungrouped = divmod(num_ranks, config.tensor_parallel_size)
     if ungrouped:
         raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: torchrun started {num_ranks} ranks.")
-    for name in ("expert_parallel_size", "pipeline_parallel_size"):
-        if (size := getattr(config, name)) not in (1, num_groups):
-            raise ConfigError(f"--{name.replace('_', '-')} {size}: torchrun started {num_ranks} ranks.")
+    num_stages = config.pipeline_parallel_size
+    width, over = divmod(num_groups, num_stages)
+    for name, size, is_wrong in (
+        ("pipeline", num_stages, over > 0),
+        ("expert", config.expert_parallel_size, config.expert_parallel_size not in (1, width)),
+    ):
+        if is_wrong:
+            raise ConfigError(f"--{name}-parallel-size {size}: torchrun started {num_ranks} ranks.")
     if num_ranks % num_here:
         raise ConfigError(f"{num_ranks} ranks, {num_here} of them on this node: all nodes need the same number.")
     nnodes = num_ranks // num_here
     return replace(
         config,
-        expert_parallel_size=1 if config.pipeline_parallel_size > 1 else num_groups,
+        expert_parallel_size=width,
         nnodes=nnodes,
         node_rank=node_rank if nnodes > 1 else 0,
         rdzv_endpoint=endpoint if nnodes > 1 else None,

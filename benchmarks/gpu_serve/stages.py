@@ -269,21 +269,26 @@ def nccl(lab: Lab) -> Iterator[Row]:
 
 
 def several(lab: Lab) -> Iterator[Row]:
-    """Experts over the GPUs of a machine: a tiny model on two, then the large one on all that share its experts."""
+    """The ways to share a model over the GPUs of a machine: a tiny one on two, then the large one on all of them."""
     num_gpus = 1 if lab.scale.interpret else len(gpu_names())
     if num_gpus == 1:
         yield "GPUs", "one: nothing to share"
         return
-    yield from _as_on_a_cpu(lab, "tiny-on-two", CONFIGS["qwen3_moe"], 16, "--expert-parallel-size", "2")
+    ways = ("expert", "pipeline", "tensor")
+    for way in ways:
+        flag = f"--{way}-parallel-size"
+        yield from _as_on_a_cpu(lab, f"tiny-{way}", CONFIGS["qwen3_moe"], 16, flag, "2")
     num_ranks = 1 << (num_gpus.bit_length() - 1)
-    of_all = ("--expert-parallel-size", str(num_ranks))
-    service = lab.serve("large", lab.scale.model, "--device", "cuda", *lab.scale.settings, *of_all)
-    yield f"{num_ranks} ranks", f"ready after {service.startup_s:.1f} s"
-    for number in lab.scale.streams:
-        texts, began = [f"{_PROMPTS[place % len(_PROMPTS)]} {place}" for place in range(number)], time.monotonic()
-        service.together(texts, lab.scale.tokens)
-        rate = number * lab.scale.tokens / (time.monotonic() - began)
-        yield f"{number} requests", f"{rate:.0f} tokens/s, with prompts"
+    for way in ways:
+        flags = (f"--{way}-parallel-size", str(num_ranks))
+        service = lab.serve(f"large-{way}", lab.scale.model, "--device", "cuda", *lab.scale.settings, *flags)
+        yield " ".join(flags), f"ready after {service.startup_s:.1f} s"
+        for number in lab.scale.streams:
+            texts, began = [f"{_PROMPTS[place % len(_PROMPTS)]} {place}" for place in range(number)], time.monotonic()
+            service.together(texts, lab.scale.tokens)
+            rate = number * lab.scale.tokens / (time.monotonic() - began)
+            yield f"{number} requests", f"{rate:.0f} tokens/s, with prompts"
+        service.stop()
 
 
 def _python(lab: Lab, *arguments: str) -> str:
@@ -309,5 +314,5 @@ STAGES = (
     Stage("expert-memory", 60, expert_memory),
     Stage("kv-on-host", 30, kv_on_host),
     Stage("nccl", 12, nccl),
-    Stage("several", 120, several),
+    Stage("several", 360, several),
 )

@@ -94,6 +94,11 @@ class Collectives:
             self._parts[size] = Collectives(self.rank % size, size, device=self.device)
         return self._parts[size]
 
+    @property
+    def num_entered(self) -> int:
+        """The number of collectives that this rank has entered, those of its parts of the ranks too."""
+        return self.traffic.num_entered + sum(part.num_entered for part in self._parts.values())
+
     def open(self, rendezvous: Path | Store | None, timeout: float, *, interface: str = "lo") -> None:
         """Meet the other ranks in a file on this machine, in a store, or in torchrun's store for None.
 
@@ -153,6 +158,10 @@ class Collectives:
         self.waits.seconds = seconds
         _set_pg_timeout(timedelta(seconds=_NCCL_SECONDS if self._on_gpu else seconds), self._process_group)
 
+    def wait_for_any_time(self) -> None:
+        """Wait for the others without a bound from now on."""
+        self.be_patient(UNBOUNDED_SECONDS)
+
     def all_to_all(self, rows: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
         """Send the next `to_ranks[r]` of `rows` [N, ...] to rank r; return `from_ranks[r]` rows of each rank r."""
         received = rows.new_empty((sum(from_ranks), *rows.shape[1:]))
@@ -189,21 +198,6 @@ class Collectives:
         for part in of_ranks[1:]:
             total = total.add_(part)
         return total
-
-    def exchange(self, rows: Tensor, ranks: range) -> list[Tensor]:
-        """Return the `rows` of each of `ranks`, in their order. This rank is one of them; all rows have one shape."""
-        if len(ranks) == self.num_ranks:
-            # Sends between pairs take longer.
-            return list(self.all_gather(rows).chunk(self.num_ranks))
-        of_ranks = [rows if rank == self.rank else torch.empty_like(rows) for rank in ranks]
-        others = [(rank, room) for rank, room in zip(ranks, of_ranks, strict=True) if rank != self.rank]
-        with self._entered():
-            works = [comm.irecv(room, rank) for rank, room in others]
-            works += [comm.isend(rows, rank) for rank, _ in others]
-            for work in works:
-                work.wait(timedelta(seconds=self.waits.seconds))
-        self._count_bytes([rows.nbytes * (rank in ranks) for rank in range(self.num_ranks)])
-        return of_ranks
 
     def send(self, rows: Tensor, to_rank: int) -> None:
         """Send `rows` to one rank, which calls `receive`. Return at once; nobody may write to the rows any more."""

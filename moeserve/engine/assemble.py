@@ -6,7 +6,7 @@ spec -> memory plan (`plan_model`) -> weights (`load_rank`) -> KV memory, warm-u
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -119,15 +119,18 @@ def load_rank(
     if config.threads:
         torch.set_num_threads(config.threads)
     owned = pipe = partners = peers = None
+    on_cpu = plan.device == "cpu"
     if collectives is not None and plan.placement is not None:
         peers = collectives.part_of(plan.placement.num_ranks)
         owned = owned_experts(spec, plan.placement, peers.rank)
+    if collectives is not None and plan.layers:
+        assert isinstance(spec, DecoderSpec)
+        max_rows = 0 if on_cpu else step_budget(config, plan.device)
+        pipe = Pipe(collectives, stages_of(plan.layers), spec, plan.dtype, max_rows=max_rows)
     if collectives is not None and config.tensor_parallel_size > 1:
         assert isinstance(spec, DecoderSpec)
-        partners = RankPartners(collectives, config.tensor_parallel_size, spec)
-    elif collectives is not None and plan.layers:
-        assert isinstance(spec, DecoderSpec)
-        pipe = Pipe(collectives, stages_of(plan.layers), spec, plan.dtype)
+        others = collectives.part_of(config.tensor_parallel_size)
+        partners = RankPartners(others, spec, spec if pipe is None else pipe.part, is_open=on_cpu)
     observers: list[AnyObserver] = []
     body = _open_body(directory, plan, config, report, observers, owned, collectives, num_packers, pipe, partners)
     tap = None
@@ -166,8 +169,14 @@ def _dispatch_of(plan: ModelPlan, body: Body, group: Group | None, partners: Ran
     if partners is not None and plan.placement is not None:
         if group is not None:
             return FirstRanksRows(partners.shard, group.experts.dispatch_of).dispatch_of
-        layers = plan.spec.moe_layers
-        return OwnExperts(plan.placement, layers, partners.shard.number, body.compute_of(layers[0])).dispatch_of
+        return OwnExperts(
+            plan.placement,
+            plan.spec.moe_layers,
+            partners.shard.number,
+            body.compute_of,
+            by_ids=body.resident is not None,
+            device=body.ops.device,
+        ).dispatch_of
     if group is not None:
         return group.experts.dispatch_of
     return None if body.resident is None else body.resident.dispatch_of
@@ -217,9 +226,9 @@ def _open_body(
     from moeserve.engine.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
     assert isinstance(plan.spec, DecoderSpec)
-    settings = gpu_settings(
-        config, state_demand(plan.spec, plan.dtype, config), keeps_stored=plan.rounding.keeps_stored
-    )
+    shared = pipe or partners
+    part = plan.spec if shared is None else shared.part
+    settings = gpu_settings(config, state_demand(part, plan.dtype, config), keeps_stored=plan.rounding.keeps_stored)
     body = GpuBody(
         directory,
         plan.spec,
@@ -232,13 +241,15 @@ def _open_body(
         _progress(plan, report),
         lambda stage, done, total: report(Loading(done, total, stage)),
         owned=owned,
-        replays_with=None if collectives is None else config.dispatch,
-        waits=None if collectives is None else collectives.waits,
+        replays_with=None if collectives is None or shared is not None else config.dispatch,
+        collectives=collectives,
+        shared=shared,
     )
     if body.resident is not None:
         few, tier = min(body.resident.slots.num_slots), body.resident.tier
         log.info("expert_memory", slots=few, others_in=tier, policy=config.expert_policy, **body.resident.reads)
-    if collectives is not None and not (collectives.rank or body.captured_sizes or settings.enforce_eager):
+    is_first = collectives is not None and collectives.rank == 0
+    if is_first and not (body.captured_sizes or settings.enforce_eager):
         all_there = body.resident is None
         log.info("decode_steps_not_captured", dispatch=config.dispatch, all_experts_in_memory=all_there)
     return body
@@ -320,7 +331,7 @@ class LoadedRank:
         self.collectives, self.group = collectives, group
         memory = None if body.resident is None else body.resident.memory
         self.progress = StepProgress(native_kernels() if plan.device == "cpu" else None, memory)
-        self._kept = kept
+        self._kept, self._owned = kept, owned
         self._directory, self._plan, self._config, self._body = directory, plan, config, body
         self._decoder, self._observers, self._tap = decoder, observers, tap
         self._migrator: ExpertMigrator[Any] | None = None
@@ -355,8 +366,8 @@ class LoadedRank:
             group.experts.forget_counts()
             self._observers.append(SentCounter(group.experts.sent))
             group.collectives.be_patient(self._patience(group))
-        elif self.collectives is not None and config.tensor_parallel_size > 1:
-            self.collectives.be_patient(collective_timeout(config))
+        if self.collectives is not None and config.tensor_parallel_size > 1:
+            self.collectives.part_of(config.tensor_parallel_size).be_patient(collective_timeout(config))
         model = ServedModel(
             plan.spec,
             defaults,
@@ -385,6 +396,7 @@ class LoadedRank:
             prepared.state_pool,
             prepared.warm_up,
             self._write_experts(),
+            self._part_of_blocks(),
         )
 
     def _patience(self, group: Group) -> float:
@@ -396,6 +408,13 @@ class LoadedRank:
 
         is_later = self.collectives is not None and self.collectives.rank >= group.collectives.num_ranks
         return UNBOUNDED_SECONDS if is_later else collective_timeout(self._config)
+
+    def _part_of_blocks(self) -> tuple[int, int]:
+        """See `Rank.part`."""
+        config, number = self._config, 0 if self.collectives is None else self.collectives.rank
+        shards = config.tensor_parallel_size
+        stage = number // (config.expert_parallel_size * shards)
+        return stage * shards + number % shards, config.pipeline_parallel_size * shards
 
     def _write_experts(self) -> ExpertFileWriter | None:
         """Begin to write the expert file if it is wanted and not mapped: in this process, which serves."""
@@ -447,13 +466,20 @@ class LoadedRank:
             log.info("dispatch_measured", took=str(choice), **times)
         return choice
 
+    def _experts_here(self, place: int) -> Collection[int]:
+        """Return the experts of a layer that this rank among several holds now. place: among layers with experts."""
+        if self.group is not None:
+            return self.group.experts.experts_here(place)
+        assert self._owned is not None
+        return self._owned(self._plan.spec.moe_layers[place])
+
     def _start_prefetching(self) -> PrefetchObserver | None:
         """Add the observers of prefetching; return the prefetcher. Forget the counts of the warm-up."""
         resident, config, spec = self._body.resident, self._config, self._plan.spec
         if resident is None:
             return None
         resident.memory.forget_counts()
-        choice, here = config.expert_prefetch, None if self.group is None else self.group.experts.experts_here
+        choice, here = config.expert_prefetch, None if self._owned is None else self._experts_here
         fitted = None
         try:
             fitted = find_fitted_gates(self._directory)
@@ -479,7 +505,8 @@ def check_first_answer(runner: Runner, vocab_size: int, block_size: int, state: 
     """
     prompt = array("i", (token % vocab_size for token in range(min(_PROMPT_TOKENS, block_size))))
     chunk = Chunk("", prompt, 0, array("i", [0]), SamplingParams(max_tokens=1, temperature=0.0), state=state)
-    if runner.launch(StepPlan(0, [chunk])).result().chunks[0].error is not None:
+    # A stage that is not the last has no results.
+    if any(one.error is not None for one in runner.launch(StepPlan(0, [chunk])).result().chunks):
         raise CheckpointError(NO_NUMBERS)
 
 

@@ -83,7 +83,7 @@ class CpuBody:
     def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
         kv, pipe = plan.kv, self._pipe
-        shared = pipe or self._partners
+        shared = self._partners or pipe
         part = plan.spec if shared is None else shared.part
         kv_dtype = cpu_kv_dtype(self._config, plan.spec, plan.dtype, plan.rounding)
         pool = KVPool(part.kv_layers, kv.num_blocks, block_size, kv_dtype, num_window_blocks=kv.num_window_blocks)

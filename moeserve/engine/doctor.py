@@ -6,8 +6,9 @@ Nothing here is a second opinion: the memory comes from the functions that plan 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ from moeserve.engine.memory_plan import (
     compute_dtype,
     cpu_kv_dtype,
     keeps_narrow,
+    layers_on_gpus,
     native_dtype,
     no_experts,
     plan_on_cpu,
@@ -50,12 +52,14 @@ from moeserve.engine.memory_plan import (
 )
 from moeserve.engine.ranks.settings import check_pipeline, check_tensor
 from moeserve.machine import Gpu, Machine
-from moeserve.model.checkpoint import loaded_bytes, plan_weights
+from moeserve.model.checkpoint import WeightPlan, loaded_bytes, plan_weights
 from moeserve.model.expert_store import layouts_of, native_layouts
 from moeserve.model.expert_weights import NativeExperts
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand, windowed
 from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding
+from moeserve.model.shards import Shard, check_shards, sharded
 from moeserve.model.spec import DecoderSpec, ModelError
+from moeserve.model.stages import stages_of
 from moeserve.model.state_pool import state_row_bytes
 from moeserve.settings.quantities import parse_size
 from radix_cache import Kind
@@ -359,38 +363,50 @@ def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig, h
     setup = _gpu_setup(model, gpu, config, host_bytes)
     yield setup
     moe = model.spec.moe
-    if setup.obstacle is None or moe is None or config.expert_memory is not None:
+    if setup.obstacle is None or config.expert_memory is not None:
         return
     tried: list[ServeConfig] = []
-    if 1 < num_gpus <= moe.num_experts and config.kv_host_memory is None:
-        tried.append(replace(config, expert_parallel_size=num_gpus))
+    if config.num_ranks == 1 and config.kv_host_memory is None:
+        tried += _shared_by(model.spec, num_gpus, config)
     dtype = compute_dtype(config, "cuda")
     kept = any(shape.formats for shape in _expert_shapes(model, dtype))
-    if config.quantization == "none" and config.dtype != "float32" and not kept:
+    if moe is not None and config.quantization == "none" and config.dtype != "float32" and not kept:
         tried += [replace(config, quantization=f"experts={form}") for form in ("int8", "int4")]
     for smaller in tried:
         setup = _gpu_setup(model, gpu, smaller, host_bytes)
         yield setup
         if setup.obstacle is None:
             return
+    if moe is None or config.pipeline_parallel_size > 1:
+        return
     free = _free_on_gpu(gpu, _gpu_others(model, dtype), config)
     advised = _advised(free, model.spec, _slot_layouts(model, dtype, config).num_bytes)
     yield _gpu_setup(model, gpu, replace(config, expert_memory=advised), host_bytes)
 
 
+def _shared_by(spec: DecoderSpec, num_gpus: int, config: ServeConfig) -> Iterator[ServeConfig]:
+    """Yield the settings by which all of several GPUs share a model, each way alone."""
+    if num_gpus == 1:
+        return
+    if spec.moe is not None and num_gpus <= spec.moe.num_experts:
+        yield replace(config, expert_parallel_size=num_gpus)
+    if num_gpus <= spec.num_layers:
+        yield replace(config, pipeline_parallel_size=num_gpus)
+    yield replace(config, tensor_parallel_size=num_gpus)
+
+
 def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig, host_bytes: int) -> Setup:
-    """Plan the memory of one GPU, with equal shares of the experts on all ranks."""
-    spec, dtype, flags = model.spec, compute_dtype(config, "cuda"), _flags_of(config)
+    """Plan the memory of one GPU: of several that share a model, that with the most weights."""
+    dtype, flags = compute_dtype(config, "cuda"), _flags_of(config)
     kv_dtype = _gpu_kv_dtype(config)
     obstacle = incapability(gpu.capability, needs_fp8(config))
     if obstacle is not None:
         return Setup("cuda", flags, f"--device cuda: {obstacle}.")
-    others = _gpu_others(model, dtype)
     try:
-        check_expert_store(config, spec, "cuda")
-        experts, resident = _experts_on_gpu(model, dtype, config)
+        check_expert_store(config, model.spec, "cuda")
+        spec, others, experts, resident = max(_gpu_parts(model, dtype, config), key=lambda part: part[1] + part[2])
         _check_kernels(model, dtype, kv_dtype, gpu, config)
-    except ConfigError as error:
+    except (ConfigError, ModelError) as error:
         return Setup("cuda", flags, str(error))
     try:
         kv = kv_on_gpu(spec, gpu, others + experts, config)
@@ -405,7 +421,7 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig, host_bytes: in
     except ConfigError as error:
         return Setup("cuda", flags, str(error))
     speed = None
-    if resident is None and gpu.bandwidth is not None and config.expert_parallel_size == 1:
+    if resident is None and gpu.bandwidth is not None and config.num_ranks == 1:
         rounding = rounding_on_gpu(spec, model.index)
         speed = gpu.bandwidth / _read_per_token(model, experts, others, dtype, narrow=False, rounding=rounding)
     num_tokens = kv.num_blocks * config.block_size
@@ -460,10 +476,38 @@ def _kv_on_host(
     return plan_kv_host(config, kv, kv_bytes, sizes, host_bytes).num_bytes
 
 
-def _experts_on_gpu(model: NativeModel, dtype: torch.dtype, config: ServeConfig) -> tuple[int, int | None]:
-    """Return the bytes of experts on each GPU, and the number of experts per layer, None if all of them.
+def _gpu_parts(
+    model: NativeModel, dtype: torch.dtype, config: ServeConfig
+) -> Iterator[tuple[DecoderSpec, int, int, int | None]]:
+    """Yield the part of the model on each GPU that differs from others': its layers and heads, the bytes of its weights
+    but experts and of its experts, and the number of experts per layer, None if all of them.
 
-    Raise ConfigError for experts that cannot be kept like this.
+    Raise ConfigError or ModelError for settings that the model does not allow.
+    """
+    spec, shards = model.spec, config.tensor_parallel_size
+    if config.pipeline_parallel_size > 1:
+        for stage in stages_of(layers_on_gpus(spec, model.index, config)):
+            of_stage = [stage.first <= layer < stage.end for layer in spec.moe_layers]
+            experts, resident = _experts_on_gpu(model, dtype, config, of_stage)
+            others = _gpu_others(model, dtype, partial(WeightPlan.of_stage, stage=stage, spec=spec))
+            yield spec.of_layers(stage), others, experts, resident
+        return
+    experts, resident = _experts_on_gpu(model, dtype, config, [True] * len(spec.moe_layers))
+    if shards == 1:
+        yield spec, _gpu_others(model, dtype), experts, resident
+        return
+    check_shards(spec, shards)
+    for shard in (Shard(number, shards) for number in range(shards)):
+        others = _gpu_others(model, dtype, partial(WeightPlan.of_shard, shard=shard, spec=spec))
+        yield sharded(spec, shard), others, experts, resident
+
+
+def _experts_on_gpu(
+    model: NativeModel, dtype: torch.dtype, config: ServeConfig, is_here: Sequence[bool]
+) -> tuple[int, int | None]:
+    """Return the bytes of experts on a GPU, and the number of experts per layer, None if all of them.
+
+    is_here: by layer with experts. Raise ConfigError for experts that cannot be kept like this.
     """
     from moeserve.engine.experts.gpu_memory import plan_gpu_residency  # Imported late: it loads Triton.
     from moeserve.model.gpu.kernels import expert_storage
@@ -478,8 +522,8 @@ def _experts_on_gpu(model: NativeModel, dtype: torch.dtype, config: ServeConfig)
     if spec.moe is None:
         return 0, None
     layouts = _slot_layouts(model, dtype, config)
-    num_held = -(-spec.moe.num_experts // config.expert_parallel_size)
-    return sum(layout.num_bytes for layout in layouts.layers) * num_held, None
+    num_held = -(-spec.moe.num_experts // (config.expert_parallel_size * config.tensor_parallel_size))
+    return sum(layout.num_bytes for layout, here in zip(layouts.layers, is_here, strict=True) if here) * num_held, None
 
 
 def _check_kernels(
@@ -514,12 +558,14 @@ def _expert_shapes(model: NativeModel, dtype: torch.dtype) -> Sequence[ExpertSha
     return NativeExperts(model.index, model.spec, dtype, rounding_on_gpu(model.spec, model.index)).shapes()
 
 
-def _gpu_others(model: NativeModel, dtype: torch.dtype) -> int:
-    """Return the bytes on each GPU of all weights but the experts."""
+def _gpu_others(
+    model: NativeModel, dtype: torch.dtype, part_of: Callable[[WeightPlan], WeightPlan] = lambda plan: plan
+) -> int:
+    """Return the bytes on a GPU of the weights but the experts. part_of: returns the part of them that it holds."""
     from moeserve.model.gpu.kernels import quantised_bytes
 
     quantised = quantised_bytes(rounding_on_gpu(model.spec, model.index))
-    plan = plan_weights(model.spec, model.index, no_experts)
+    plan = part_of(plan_weights(model.spec, model.index, no_experts))
     return plan.loaded_num_bytes(dtype.itemsize, narrow=False, quantised=quantised)
 
 

@@ -20,7 +20,7 @@ from kernels.gpu.moe_weights import ExpertStorage, GpuExperts
 from kernels.gpu.ops import GpuOps
 from kernels.packed_experts import Experts
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.device import GRAPH_BYTES, StateDemand, available_bytes, step_budget
+from moeserve.device import GRAPH_BYTES, KvBudget, StateDemand, available_bytes, step_budget
 from moeserve.engine.experts.gpu_memory import (
     GpuExpertSettings,
     GpuResidentModel,
@@ -29,7 +29,9 @@ from moeserve.engine.experts.gpu_memory import (
 )
 from moeserve.engine.experts.settings import measured_load
 from moeserve.engine.rank import Group, Prepared
-from moeserve.engine.ranks.together import captures_decodes
+from moeserve.engine.ranks.partners import RankPartners
+from moeserve.engine.ranks.pipe import Pipe
+from moeserve.engine.ranks.together import OnePlanSteps, captures_decodes
 from moeserve.model.checkpoint import OwnedExperts, read_index
 from moeserve.model.decoder import Decoder, StepDecoder
 from moeserve.model.expert_weights import LayerExperts, shapes_of_experts
@@ -52,7 +54,9 @@ from moeserve.model.gpu.model import (
     make_runner,
     measure_graphs,
 )
+from moeserve.model.gpu.runner import Peers
 from moeserve.model.gpu.setup import alone, launch_expert_variants
+from moeserve.model.kv_pool import kv_pool_bytes
 from moeserve.model.rounding import Rounding
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.spec import Progress as StageProgress
@@ -60,13 +64,14 @@ from moeserve.model.step_arrays import capture_sizes
 from moeserve.model.tensor_reader import Progress
 
 if TYPE_CHECKING:
-    from experts.parallel.collectives import DeviceWaits
+    from experts.parallel.collectives import Collectives, DeviceWaits
     from experts.parallel.dispatch import Compute
 
 # All experts of a model may take this share of the free host memory; otherwise they are read from disk.
 _SHARE_FOR_EXPERTS = 0.8
 # The seconds that ranks wait for each other while they compile.
 _SECONDS_TO_COMPILE = 600.0
+_MANY = 2**62  # blocks or states, where a rank has no layer that needs them
 
 
 def gpu_settings(config: ServeConfig, states: StateDemand | None, *, keeps_stored: bool = False) -> GpuSettings:
@@ -139,8 +144,6 @@ class GpuBody:
     On a CPU device Triton's interpreter runs the same code, over gloo if there are other ranks.
     """
 
-    depth = 1
-
     def __init__(
         self,
         directory: Path,
@@ -156,17 +159,22 @@ class GpuBody:
         *,
         owned: OwnedExperts | None,
         replays_with: str | None,
-        waits: DeviceWaits | None,
+        collectives: Collectives | None,
+        shared: Pipe | RankPartners | None = None,
     ) -> None:
         """Allocate scratch. If `--expert-memory` does not hold all experts, also allocate slots and open the tier
         below.
 
         rounding: of the checkpoint's weights. bounded: the settings of `--expert-memory`. told: hears what is done
-        between loading and the first request. owned, replays_with, waits: among several ranks, this rank's experts, the
-        shape of dispatch, and the waits of the collectives. Raise ConfigError or ModelError.
+        between loading and the first request. owned: among several ranks, this rank's experts. replays_with: the shape
+        of dispatch of ranks that share experts alone. shared: the part of the model that this rank has, None for all
+        layers and all of them but experts. Raise ConfigError or ModelError.
         """
-        self._spec, self._dtype, self._device, self._waits = spec, dtype, device, waits
+        self._collectives, self._shared = collectives, shared
         shapes = shapes_of_experts(directory, spec, dtype, rounding)
+        whole, spec = spec, spec if shared is None else shared.part
+        self._spec, self._dtype, self._device = spec, dtype, device
+        self.depth = shared.num_stages - 1 if isinstance(shared, Pipe) else 1
         self._storage = storage = expert_storage(spec, dtype, settings.expert_form, shapes)
         multiprocessor = multiprocessor_of(device)
         check_shared_memory(
@@ -176,7 +184,7 @@ class GpuBody:
         max_rows = settings.max_num_batched_tokens
         residency = None
         if bounded is not None:
-            residency = plan_gpu_residency(spec, dtype, bounded.num_bytes, storage, owned, rounding, shapes)
+            residency = plan_gpu_residency(whole, dtype, bounded.num_bytes, storage, owned, rounding, shapes)
         self.resident: GpuResidentModel | None = None
         moe: TritonMoe | None = None
         if bounded is not None and residency is not None:
@@ -209,8 +217,8 @@ class GpuBody:
 
     def compute_of(self, layer: int) -> Compute[GpuExperts]:
         if self.resident is not None:
-            assert self._waits is not None
-            return _wait_first(self.resident.layers[layer].partial, self._waits)
+            assert self._collectives is not None
+            return _wait_first(self.resident.layers[layer].partial, self._collectives.waits)
         assert self._in_pieces is not None
         return self._in_pieces
 
@@ -256,32 +264,62 @@ class GpuBody:
         All ranks allocate as much as the rank with the least memory left. Raise ConfigError if none is left.
         """
         assert isinstance(decoder, Decoder)
-        settings, peers = self._settings, None if group is None else group.steps
+        settings, shared, collectives = self._settings, self._shared, self._collectives
+        peers: Peers | None = None if group is None else group.steps
+        if shared is not None and collectives is not None:
+            peers = OnePlanSteps(collectives, shared)
+            collectives.be_patient(_SECONDS_TO_COMPILE)
         self._told("computing the largest step", 0, 0)
         compute_largest_step(decoder, settings, alone if peers is None else peers.begin_alike)
         weights_bytes = self._weights_bytes
         self._passed("largest_step_s")
-        memory = settings.kv_cache_memory or free_for_kv(self._device, settings, self._graph_bytes(decoder, group))
+        memory = settings.kv_cache_memory or free_for_kv(self._device, settings, self._graph_bytes(decoder))
         if group is not None:
             memory = group.collectives.agree_on_least(memory)
-        kv, kv_bytes = kv_blocks(self._spec, self._dtype, settings, memory)
+        kv = kv_blocks(self._spec, self._dtype, settings, memory)
+        if shared is not None and collectives is not None:
+            kv = _least_of_all(kv, self._spec, collectives)
+        kv_bytes = self._kv_bytes(kv)
         runner = make_runner(decoder, kv, settings, self._configs, peers, tap, self._told)
         if self.resident is not None:
             self.resident.share()
         self._passed("kernels_and_graphs_s")
-        if group is not None:
-            weights_bytes = group.collectives.add_up(weights_bytes)
         row_bytes = 0 if settings.states is None else settings.states.row_bytes
+        measured = runner.measured
+        if collectives is not None:
+            weights_bytes = collectives.add_up(weights_bytes)
+        if shared is not None and collectives is not None:
+            shared.open()
+            kv_bytes, row_bytes = collectives.add_up(kv_bytes), collectives.add_up(row_bytes)
+        if isinstance(shared, Pipe):
+            measured = shared.whole_steps(measured)
+            shared.be_patient()
         pools = runner.kv_pool, runner.state_pool
-        return Prepared(
-            runner, kv, kv_bytes, weights_bytes, runner.close, row_bytes, *pools, runner.measured, self._seconds
-        )
+        return Prepared(runner, kv, kv_bytes, weights_bytes, runner.close, row_bytes, *pools, measured, self._seconds)
 
-    def _graph_bytes(self, decoder: Decoder, group: Group | None) -> int:
+    def _kv_bytes(self, kv: KvBudget) -> int:
+        settings, dtype = self._settings, self._settings.kv_dtype or self._dtype
+        return kv_pool_bytes(self._spec.kv_layers, kv.num_blocks, kv.num_window_blocks, settings.block_size, dtype)
+
+    def _graph_bytes(self, decoder: Decoder) -> int:
         """Return the bytes that graphs will take: measured, or an estimate where they exchange rows of ranks."""
         if self._settings.enforce_eager:
             return 0
-        return measure_graphs(decoder, self._settings) if group is None else GRAPH_BYTES
+        return measure_graphs(decoder, self._settings) if self._collectives is None else GRAPH_BYTES
+
+
+def _least_of_all(kv: KvBudget, part: DecoderSpec, collectives: Collectives) -> KvBudget:
+    """Return the budget that all ranks have room for, of which each has the blocks and states of its `part`."""
+    is_there = {
+        "num_blocks": bool(part.kv_layers),
+        "max_model_len": True,
+        "num_state_slots": bool(part.state_layers),
+        "num_snapshots": bool(part.state_layers),
+        "num_window_blocks": any(window is not None for window in part.windows),
+        "window": any(window is not None for window in part.windows),
+    }
+    least = {name: collectives.agree_on_least(getattr(kv, name) if own else _MANY) for name, own in is_there.items()}
+    return KvBudget(**{name: 0 if number == _MANY else number for name, number in least.items()})
 
 
 def _stored(experts: Experts) -> GpuExperts:

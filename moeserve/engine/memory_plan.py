@@ -20,7 +20,7 @@ from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, reside
 from moeserve.engine.experts.settings import plan_placement, read_statistics
 from moeserve.engine.kv.disk.files import AUTO
 from moeserve.engine.ranks.settings import layers_of_ranks
-from moeserve.model.checkpoint import OwnedExperts, find_mtp, plan_weights, read_index
+from moeserve.model.checkpoint import OwnedExperts, WeightPlan, find_mtp, plan_weights, read_index
 from moeserve.model.demo import demo_named
 from moeserve.model.expert_store import layouts_of, native_layouts
 from moeserve.model.expert_weights import expert_shape
@@ -28,7 +28,7 @@ from moeserve.model.families import build_spec, is_native, load_config, read_con
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand
 from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding, format_in_file, shown_format
-from moeserve.model.shards import Shard, check_shards, sharded
+from moeserve.model.shards import WHOLE, Shard, check_shards, sharded
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.stages import Stage, stages_of
 from moeserve.model.state_pool import state_row_bytes
@@ -154,8 +154,8 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     check_expert_store(config, spec, device)
     placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
-        rounding = rounding_on_gpu(spec, read_index(directory))
-        return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device, rounding=rounding)
+        assert isinstance(spec, DecoderSpec)
+        return _plan_on_gpu(spec, dtype, read_index(directory), config, placement)
     if placement is None and spec.moe is not None:
         # Refuse an unusable file, whether or not a setting uses it.
         read_statistics(directory, config)
@@ -176,6 +176,32 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     return share_memory(spec, dtype, num_bytes, config, available_bytes(), placement, residency, rounding)
 
 
+def _plan_on_gpu(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    index: Mapping[str, TensorInfo],
+    config: ServeConfig,
+    placement: Placement | None,
+) -> ModelPlan:
+    """Say what each rank holds. How much memory is left for KV each finds out by itself."""
+    layers = layers_on_gpus(spec, index, config) if config.pipeline_parallel_size > 1 else ()
+    if config.tensor_parallel_size > 1:
+        check_shards(spec, config.tensor_parallel_size)
+        placement = placement or shards_placement(spec, config)
+    rounding = rounding_on_gpu(spec, index)
+    return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device="cuda", rounding=rounding, layers=layers)
+
+
+def layers_on_gpus(spec: DecoderSpec, index: Mapping[str, TensorInfo], config: ServeConfig) -> tuple[int, ...]:
+    """Split the layers over GPUs, by their bytes in the checkpoint or as the settings say. Raise ConfigError."""
+    whole = plan_weights(spec, index)
+    sizes = [whole.of_stage(stage, spec).num_bytes for stage in stages_of([1] * spec.num_layers)]
+    layers = layers_of_ranks(config, sizes)
+    if not all(spec.of_layers(stage).kv_layers for stage in stages_of(layers)):
+        raise ConfigError("--pipeline-parallel-size: on GPUs every rank needs a layer with attention.")
+    return layers
+
+
 def plan_on_cpu(
     spec: DecoderSpec,
     dtype: torch.dtype,
@@ -193,10 +219,14 @@ def plan_on_cpu(
     def layouts() -> LayerPackings[ExpertLayout]:
         return native_layouts(index, spec, dtype, rounding)
 
+    if config.tensor_parallel_size > 1:
+        check_shards(spec, config.tensor_parallel_size)
+        placement = placement or shards_placement(spec, config)
     if config.pipeline_parallel_size > 1:
         return _plan_pipeline(spec, dtype, index, config, free_bytes, placement, rounding)
     if config.tensor_parallel_size > 1:
-        return _plan_shards(spec, dtype, index, config, free_bytes, placement, rounding)
+        residency = plan_residency(layouts, spec, dtype, config, placement, rounding)
+        return _plan_shards(spec, dtype, index, config, free_bytes, placement, residency, rounding)
     residency = plan_residency(layouts, spec, dtype, config, placement, rounding)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
     num_bytes = weights_bytes(spec, dtype, index, owned_by, rounding)
@@ -218,15 +248,21 @@ def _plan_pipeline(
     sizes = stage_bytes(spec, dtype, index, stages_of([1] * spec.num_layers), rounding)
     # The first size has the embedding, the last one the output projection.
     layers = layers_of_ranks(config, sizes)
-    num_here = config.num_ranks_here // config.expert_parallel_size
+    shards, width = config.tensor_parallel_size, config.num_ranks // config.pipeline_parallel_size
+    num_here = config.num_ranks_here // width
     here, whole = (Stage(0, end, spec.num_layers) for end in (sum(layers[:num_here]), spec.num_layers))
-    owned_by = _owned_by(spec, config.expert_parallel_size, placement, None)
-    of_places = [stage_bytes(spec, dtype, index, [here, whole], rounding, owned) for owned in owned_by]
+    owned_by = _owned_by(spec, width, placement, None) * (1 if placement is not None else shards)
+    of_places = [
+        stage_bytes(spec, dtype, index, [here, whole], rounding, owned, Shard(place % shards, shards))
+        for place, owned in enumerate(owned_by)
+    ]
     num_bytes, of_all = (sum(sizes) for sizes in zip(*of_places, strict=True))
     of_node = config
     if config.kv_cache_memory is not None:
         of_node = replace(config, kv_cache_memory=config.kv_cache_memory * num_here)
-    plan = share_memory(spec.of_layers(here), dtype, num_bytes, of_node, free_bytes, placement, rounding=rounding)
+    # All ranks have as many blocks: as many as those with the most heads have room for.
+    part = sharded(spec.of_layers(here), Shard(shards - 1, shards))
+    plan = share_memory(part, dtype, num_bytes, of_node, free_bytes, placement, rounding=rounding, num_ranks=width)
     stored_bytes = sum(info.num_bytes for info in index.values())
     forgets_files = num_bytes + stored_bytes > free_bytes
     return replace(plan, spec=spec, weights_bytes=of_all, layers=layers, forgets_files=forgets_files)
@@ -239,25 +275,34 @@ def _plan_shards(
     config: ServeConfig,
     free_bytes: int,
     placement: Placement | None,
+    residency: ResidencyPlan | None,
     rounding: Rounding,
 ) -> ModelPlan:
-    """Cut the layers, and divide the memory of this machine, the first node, between the shards on it.
-
-    placement: None where one group of ranks shares the experts, if there are any, in order.
-    """
-    check_shards(spec, config.tensor_parallel_size)
-    if placement is None and spec.moe is not None:
-        try:
-            placement = contiguous(len(spec.moe_layers), spec.moe.num_experts, config.num_ranks)
-        except PlacementError as error:
-            raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: {error}") from None
-    sizes = shard_bytes(spec, dtype, index, placement, config.tensor_parallel_size, rounding)
+    """Cut the layers, and divide the memory of this machine, the first node, between the shards on it."""
+    sizes = shard_bytes(
+        spec, dtype, index, placement, config.tensor_parallel_size, rounding, with_experts=residency is None
+    )
     num_here, stored_bytes = config.num_ranks_here, sum(info.num_bytes for info in index.values())
     num_bytes = sum(sizes[:num_here])
     # All ranks have as many blocks: as many as the one with the most heads has room for.
     part = sharded(spec, Shard(config.tensor_parallel_size - 1, config.tensor_parallel_size))
-    plan = share_memory(part, dtype, num_bytes, config, free_bytes, placement, rounding=rounding, num_ranks=num_here)
-    return replace(plan, spec=spec, weights_bytes=sum(sizes), forgets_files=num_bytes + stored_bytes > free_bytes)
+    plan = share_memory(part, dtype, num_bytes, config, free_bytes, placement, residency, rounding, num_here)
+    of_all = sum(sizes) if residency is None else sum(sizes) + config.num_ranks * residency.slots.num_bytes
+    return replace(plan, spec=spec, weights_bytes=of_all, forgets_files=num_bytes + stored_bytes > free_bytes)
+
+
+def shards_placement(spec: DecoderSpec, config: ServeConfig) -> Placement | None:
+    """Return where the experts of one group of ranks that share each layer are, in order; None without experts.
+
+    Raise ConfigError if they cannot be shared equally.
+    """
+    if spec.moe is None:
+        return None
+    try:
+        num_ranks = config.num_ranks // config.pipeline_parallel_size
+        return contiguous(len(spec.moe_layers), spec.moe.num_experts, num_ranks)
+    except PlacementError as error:
+        raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: {error}") from None
 
 
 def share_memory(
@@ -276,15 +321,16 @@ def share_memory(
     num_bytes: of the weights that are loaded with the model, on all ranks together. num_ranks: that share the rest,
     those that share the experts by default.
     """
+    num_ranks = num_ranks or config.expert_parallel_size
     if residency is not None:
-        num_bytes += config.expert_parallel_size * residency.slots.num_bytes
+        num_bytes += num_ranks * residency.slots.num_bytes
     if num_bytes > free_bytes:
         what = "The weights take" if residency is None else "Weights and --expert-memory take"
         raise ModelError(
             f"{what} {show_size(num_bytes, up=True)} of memory, but only {show_size(free_bytes)} are free."
         )
     kv_dtype = cpu_kv_dtype(config, spec, dtype, rounding)
-    free_for_rank = (free_bytes - num_bytes) // (num_ranks or config.expert_parallel_size)
+    free_for_rank = (free_bytes - num_bytes) // num_ranks
     kv = plan_kv(
         block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype),
         block_size=config.block_size,
@@ -324,7 +370,7 @@ def check_kv_tiers(config: ServeConfig, device: str) -> None:
                 "--kv-host-memory is for KV that a GPU evicts to its host's memory; on a CPU all KV is there already: "
                 "--kv-cache-memory says how much."
             )
-        if config.expert_parallel_size > 1:
+        if config.num_ranks > 1:
             raise ConfigError(
                 "--kv-host-memory is for a single rank: each of several would find only what itself has put there. "
                 "They share a --kv-disk-path, which may be a folder in the host's memory (tmpfs)."
@@ -357,7 +403,7 @@ def check_expert_store(config: ServeConfig, spec: ModelSpec, device: str) -> Non
     """Raise ConfigError if `--expert-store-dir` would have no effect."""
     if config.expert_store_dir is None or config.expert_memory is not None:
         return
-    if device != "cpu" or config.expert_parallel_size > 1 or not isinstance(spec, DecoderSpec):
+    if device != "cpu" or config.num_ranks > 1 or not isinstance(spec, DecoderSpec):
         raise ConfigError(
             "--expert-store-dir without --expert-memory is for models on our own code, on a CPU and on a single rank."
         )
@@ -417,12 +463,12 @@ def check_stage(directory: Path, plan: ModelPlan, config: ServeConfig, rank: int
 
     Rank 0 has divided the memory of its own machine, and knows no other.
     """
-    width = config.expert_parallel_size
-    spec, stage, kv = plan.spec, stages_of(plan.layers)[rank // width], plan.kv
+    shards, width = config.tensor_parallel_size, config.num_ranks // config.pipeline_parallel_size
+    spec, stage, kv, shard = plan.spec, stages_of(plan.layers)[rank // width], plan.kv, Shard(rank % shards, shards)
     assert isinstance(spec, DecoderSpec)
-    part, kv_dtype = spec.of_layers(stage), cpu_kv_dtype(config, spec, plan.dtype, plan.rounding)
-    owned = _owned_by(spec, width, plan.placement, None)[rank % width]
-    (num_bytes,) = stage_bytes(spec, plan.dtype, read_index(directory), [stage], plan.rounding, owned)
+    part, kv_dtype = sharded(spec.of_layers(stage), shard), cpu_kv_dtype(config, spec, plan.dtype, plan.rounding)
+    owned = None if plan.placement is None else owned_experts(spec, plan.placement, rank % width)
+    (num_bytes,) = stage_bytes(spec, plan.dtype, read_index(directory), [stage], plan.rounding, owned, shard)
     num_bytes += kv_pool_bytes(part.kv_layers, kv.num_blocks, kv.num_window_blocks, config.block_size, kv_dtype)
     num_bytes += kv.num_state_rows * state_row_bytes(part.state_layers, plan.dtype)
     if num_bytes > free_bytes:
@@ -439,7 +485,11 @@ def check_shard(directory: Path, plan: ModelPlan, config: ServeConfig, rank: int
     spec, kv, count = plan.spec, plan.kv, config.tensor_parallel_size
     assert isinstance(spec, DecoderSpec)
     part, kv_dtype = sharded(spec, Shard(rank % count, count)), cpu_kv_dtype(config, spec, plan.dtype, plan.rounding)
-    num_bytes = shard_bytes(spec, plan.dtype, read_index(directory), plan.placement, count, plan.rounding)[rank]
+    slots, index = plan.residency, read_index(directory)
+    num_bytes = shard_bytes(spec, plan.dtype, index, plan.placement, count, plan.rounding, with_experts=slots is None)[
+        rank
+    ]
+    num_bytes += 0 if slots is None else slots.slots.num_bytes
     num_bytes += kv_pool_bytes(part.kv_layers, kv.num_blocks, kv.num_window_blocks, config.block_size, kv_dtype)
     num_bytes += kv.num_state_rows * state_row_bytes(part.state_layers, plan.dtype)
     if num_bytes > free_bytes:
@@ -496,15 +546,19 @@ def stage_bytes(
     stages: Sequence[Stage],
     rounding: Rounding = NO_ROUNDING,
     owned: OwnedExperts | None = None,
+    shard: Shard = WHOLE,
 ) -> list[int]:
     """Return, by stage, the bytes of the weights that a rank with this stage keeps in memory on a CPU. owned: the
-    experts that it loads, None for all."""
+    experts that it loads, None for all. shard: of each layer. Raise CheckpointError as `shard_bytes` does."""
     packed = _packs_experts(spec, rounding)
     layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
     whole = plan_weights(spec, index, no_experts if packed else owned)
     sizes = []
     for stage in stages:
         plan = whole.of_stage(stage, spec)
+        if shard.count > 1:
+            plan = plan.of_shard(shard, spec.of_layers(stage))
+            _check_cuts(plan, rounding)
         num_bytes = plan.loaded_num_bytes(dtype.itemsize, narrow=keeps_narrow(dtype), quantised=rounding.num_bytes)
         for layer, layout in zip(spec.moe_layers, layouts, strict=False):
             if spec.moe is not None and stage.first <= layer < stage.end:
@@ -520,13 +574,15 @@ def shard_bytes(
     placement: Placement | None,
     num_shards: int,
     rounding: Rounding = NO_ROUNDING,
+    *,
+    with_experts: bool = True,
 ) -> list[int]:
     """Return, by rank, the bytes of the weights that it keeps in memory on a CPU.
 
-    placement: of experts over groups of `num_shards` ranks, None without experts. Raise CheckpointError for matrices
-    whose blocks are not to be cut.
+    placement: of experts over groups of `num_shards` ranks, None without experts. with_experts: False where they lie in
+    slots. Raise CheckpointError for matrices whose blocks are not to be cut.
     """
-    packed = _packs_experts(spec, rounding)
+    packed = with_experts and _packs_experts(spec, rounding)
     layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
     sizes = []
     for rank in range(num_shards if placement is None else placement.num_ranks):
@@ -534,15 +590,20 @@ def shard_bytes(
             None if placement is None else owned_experts(spec, placement, rank),
             Shard(rank % num_shards, num_shards),
         )
-        plan = plan_weights(spec, index, no_experts if packed else owned).of_shard(shard, spec)
-        for tensors in (plan.outer, *(layer.tensors for layer in plan.layers)):
-            rounding.check_cuts(tensors)
+        plan = plan_weights(spec, index, owned if with_experts and not packed else no_experts).of_shard(shard, spec)
+        _check_cuts(plan, rounding)
         num_bytes = plan.loaded_num_bytes(dtype.itemsize, narrow=keeps_narrow(dtype), quantised=rounding.num_bytes)
         for layer, layout in zip(spec.moe_layers, layouts, strict=False):
             assert owned is not None
             num_bytes += layout.num_bytes * len(owned(layer))
         sizes.append(num_bytes)
     return sizes
+
+
+def _check_cuts(plan: WeightPlan, rounding: Rounding) -> None:
+    """Raise CheckpointError for matrices of a shard that are cut within blocks."""
+    for tensors in (plan.outer, *(layer.tensors for layer in plan.layers)):
+        rounding.check_cuts(tensors)
 
 
 def _packs_experts(spec: DecoderSpec, rounding: Rounding) -> bool:

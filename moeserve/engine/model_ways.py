@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -49,7 +49,9 @@ def ways_here(model: NativeModel, machine: Machine, config: ServeConfig) -> Mode
         costs = _costs_on_gpu(model, config)
         usable = int(least.free_bytes * config.gpu_memory_utilization)
         link = NVLINK if least.name.startswith(_WITH_NVLINK) else PCIE
-        return _ways(costs, len(gpus), least.name, RankMachine(usable, least.bandwidth, _LAYER_SECONDS), link)
+        ways = _ways(costs, len(gpus), least.name, RankMachine(usable, least.bandwidth, _LAYER_SECONDS), link)
+        # On GPUs no two ways go together.
+        return replace(ways, estimates=[one for one in ways.estimates if one.way.is_single])
     num_nodes = machine.num_nodes
     if num_nodes == 1 or machine.bandwidth is None or config.device == "cuda":
         return None

@@ -179,7 +179,8 @@ class Rank:
     depth: see `Steps`. progress: of this rank, in steps too. memory: the expert memory, None if all
     experts stay in memory. prefetcher: None if no experts are loaded ahead. collectives: None on a single rank. group,
     migrator, dispatch: None unless ranks share the experts. kv_pool, state_pool, warm_up: see `Prepared`. expert_file:
-    its writer, None where none is written beside the steps of a model with all experts in memory.
+    its writer, None where none is written beside the steps of a model with all experts in memory. part: the number of
+    this rank's part of every block, and that of all parts.
     """
 
     runner: ObservedRunner
@@ -197,6 +198,7 @@ class Rank:
     state_pool: StatePool | None = None
     warm_up: Sequence[tuple[int, float]] = ()
     expert_file: ExpertFileWriter | None = None
+    part: tuple[int, int] = (0, 1)
 
     def block_tensors(self) -> Mapping[Kind, Sequence[Tensor]]:
         """Return the memories of KV blocks and, where there are some, of window blocks and states."""

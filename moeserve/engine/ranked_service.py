@@ -37,7 +37,7 @@ from moeserve.engine.ranks.cores import bind_to_cores
 from moeserve.engine.ranks.joint import JointExecutor
 from moeserve.engine.ranks.meeting import Meeting, machine_id, meet_as_first, meet_first
 from moeserve.engine.ranks.messages import Dismissed, Joined, Loaded, RankError, Setup, Start, Started
-from moeserve.engine.ranks.pipeline import PipelineExecutor, StageSteps
+from moeserve.engine.ranks.pipeline import PipelineExecutor
 from moeserve.engine.ranks.steps import RankedExecutor, RankSteps
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, dismiss_strangers, find_fault, introduction
 from moeserve.engine.service import LoadedPart, expert_faults_in_words, load_part, serve
@@ -137,7 +137,7 @@ def _load_other(
         context = replace(context, config=_shared_config(context.config, setup.settings))
         _check_device(number, own, context.config.device)
         plan = _plan_of(setup, context)
-        if context.config.nnodes > 1:
+        if context.config.nnodes > 1 and plan.device == "cpu":
             _check_memory(Path(context.model_dir), plan, context.config, number)
         member = _load_part(context, number, plan, lambda _: None, to_copy)
         link.send(Loaded(number))
@@ -198,7 +198,7 @@ def _start_first(meeting: Meeting, hub: RankHub, member: LoadedPart) -> Rank:
     try:
         return _start(meeting, member)
     except CollectiveError as error:
-        raise find_fault(hub, error, collectives.traffic.num_entered, collectives.waits.seconds) from error
+        raise find_fault(hub, error, collectives.num_entered, collectives.waits.seconds) from error
 
 
 def _collectives(member: LoadedPart) -> Collectives:
@@ -246,15 +246,17 @@ def _serve_with_others(
     assert migrator is not None
     num_ranks, memory = config.expert_parallel_size, rank.memory
     links = LinkCounts(num_ranks)
-    memories = None if memory is None else RankMemories(memory.stats, num_ranks, len(rank.model.spec.moe_layers))
+    memories = None
+    if memory is not None:
+        memories = RankMemories(memory.stats, config.num_ranks, len(rank.model.spec.moe_layers))
     rebalancing = start_rebalancing(config, group.experts.placement, migrator, hub.send_all)
-    copies = RankCopies(hub.send, hub.others)
+    copies = RankCopies(hub.send, _holders_of_blocks(config))
     executor = RankedExecutor(
         rank.runner,
         rank.begin_step,
         hub,
         timeout=collective_timeout(config),
-        num_entered=lambda: group.collectives.traffic.num_entered,
+        num_entered=lambda: group.collectives.num_entered,
         placement_version=lambda: migrator.version,
         listeners=[listener.on_message for listener in (rebalancing, memories, copies) if listener is not None],
         num_shards=config.tensor_parallel_size,
@@ -288,7 +290,8 @@ def _serve_stages(
     report: Report,
     stop: threading.Event,
 ) -> None:
-    """Serve with the engine over ranks that share the layers, and in each stage, where it has several, its experts."""
+    """Serve with the engine over ranks that share the layers, and in each stage, where it has several, its experts or
+    each of its layers."""
     config, group, width = context.config, rank.group, context.config.expert_parallel_size
     placement = None if group is None else group.experts.placement
     links = LinkCounts(width)
@@ -299,7 +302,7 @@ def _serve_stages(
             links=links.links,
             strategy=lambda: expert_strategy(config, None, str(rank.dispatch)),
         )
-    copies = RankCopies(hub.send, hub.others, width)
+    copies = RankCopies(hub.send, _holders_of_blocks(config))
     executor = PipelineExecutor(
         rank.runner,
         hub,
@@ -307,6 +310,7 @@ def _serve_stages(
         timeout=collective_timeout(config),
         begin_step=rank.begin_step,
         width=width,
+        num_shards=config.tensor_parallel_size,
     )
     recorded = None if recording is None else ExpertRecording(recording, lambda: placement)
     serve(
@@ -334,12 +338,36 @@ def _serve_shards(
     stop: threading.Event,
 ) -> None:
     """Serve with the engine over ranks that compute every layer together."""
-    collectives, timeout = rank.collectives, collective_timeout(context.config)
+    config, collectives, memory = context.config, rank.collectives, rank.memory
     assert collectives is not None
-    executor = JointExecutor(rank.runner, hub, timeout=timeout, num_entered=lambda: collectives.traffic.num_entered)
+    memories = None
+    if memory is not None:
+        memories = RankMemories(memory.stats, config.num_ranks, len(rank.model.spec.moe_layers))
+    copies = RankCopies(hub.send, _holders_of_blocks(config))
+    executor = JointExecutor(
+        rank.runner,
+        hub,
+        [listener.on_message for listener in (memories, copies) if listener is not None],
+        timeout=collective_timeout(config),
+        num_entered=lambda: collectives.num_entered,
+    )
+    sources = ExpertSources()
+    if memories is not None:
+        sources = ExpertSources(
+            memory=memories.stats,
+            prefetches=rank.prefetcher is not None,
+            strategy=lambda: expert_strategy(config, rank.prefetcher),
+        )
     recorded = None if recording is None else ExpertRecording(recording)
-    serve(context, rank, executor, open_suspects(context), report, stop, recorded, ExpertSources())
+    serve(context, rank, executor, open_suspects(context), report, stop, recorded, sources, copies=copies)
     executor.close()
+
+
+def _holders_of_blocks(config: ServeConfig) -> list[list[int]]:
+    """Return, by prefix cache, the ranks that hold a part of each of its blocks."""
+    groups, shards = config.expert_parallel_size, config.tensor_parallel_size
+    ranks = range(config.num_ranks)
+    return [[rank for rank in ranks if rank // shards % groups == group] for group in range(groups)]
 
 
 def _follow_first(
@@ -350,7 +378,7 @@ def _follow_first(
     report(Met(meeting.incarnation))
     link = RankLink(sockets, meeting, number)
     collectives, is_stage = _collectives(member), member.config.pipeline_parallel_size > 1
-    num_done = member.rank.progress.count if is_stage else lambda: collectives.traffic.num_entered
+    num_done = member.rank.progress.count if is_stage else lambda: collectives.num_entered
     beats = BeatThread(sockets, meeting, number, num_done, member.rank.memory_stats)
     beats.busy.set()
     beats.start()
@@ -370,10 +398,16 @@ def _follow_first(
         link.send(Started(number))
         report(Computing())
         copies = MemberCopies(number, lambda *folder: disk_copier(started, files_for(started, *folder)), link.send)
-        if started.migrator is None:
-            StageSteps(number, link, started.runner, beats, copies, started.begin_step, returns_results=is_stage).run()
-        else:
-            RankSteps(number, link, started.runner, started.begin_step, started.migrator, beats, copies).run()
+        RankSteps(
+            number,
+            link,
+            started.runner,
+            started.begin_step,
+            beats,
+            copies,
+            migrator=started.migrator,
+            returns_results=is_stage or started.group is not None,
+        ).run()
         copies.close()
         started.close()
     except CollectiveError as error:

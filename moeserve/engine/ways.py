@@ -73,6 +73,11 @@ class Way:
     shards: int = 1
 
     @property
+    def is_single(self) -> bool:
+        """True unless two of the three are combined."""
+        return (self.stages > 1) + (self.experts > 1) + (self.shards > 1) == 1
+
+    @property
     def flags(self) -> tuple[str, ...]:
         sizes = {"pipeline": self.stages, "expert": self.experts, "tensor": self.shards}
         given = {name: size for name, size in sizes.items() if size > 1}

@@ -457,8 +457,17 @@ class Decoder:
         return pools_by_layer(self.spec, kv_layers, state_pool)
 
     def forward(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
-        """Return the logits [S, vocab] of the rows that need them, in the model's dtype. See `states`."""
-        return self.logits(self.states(batch, kv_pools))
+        """Return the logits [S, vocab] of the rows that need them, in the model's dtype. See `states`.
+
+        A stage without the output projection returns its states.
+        """
+        states = self.states(batch, kv_pools)
+        return self.logits(states) if self.gives_logits else states
+
+    @property
+    def gives_logits(self) -> bool:
+        """False for a stage without the output projection."""
+        return self._lm_head is not None
 
     def logits(self, states: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab]."""

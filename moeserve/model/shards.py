@@ -45,6 +45,9 @@ class Shard:
         return range(kv_heads.start * group, kv_heads.stop * group)
 
 
+WHOLE = Shard(0, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """The rows (`dim` 0) or columns (1) of a tensor that a shard has, ranges of the `size` there are."""
@@ -103,6 +106,8 @@ def check_shards(spec: DecoderSpec, count: int) -> None:
 
 def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
     """Return the decoder that has the heads and channels of a shard alone. Its vocabulary is whole."""
+    if shard == WHOLE:
+        return spec
     attention, net, moe = spec.attention, spec.recurrent, spec.moe
     cut: AttentionSpec | MlaSpec
     if isinstance(attention, MlaSpec):

@@ -96,7 +96,8 @@ def load_decoder(
     if border is not None:
         plan, first = plan.of_stage(border.stage, spec), border.stage.first
     if partners is not None:
-        plan, spec = plan.of_shard(partners.shard, spec), sharded(spec, partners.shard)
+        plan = plan.of_shard(partners.shard, spec if border is None else spec.of_layers(border.stage))
+        spec = sharded(spec, partners.shard)
     drawn = torch.device(ops.device) if is_dummy_folder(directory) else nullcontext()  # there, rather than copied
     with TensorReader(index, plan.num_bytes, progress=progress, forgets=forgets_files) as reader, drawn:
         first_place = sum(spec.sparse_layers[:first])

@@ -509,12 +509,12 @@ def test_gpus_that_are_elsewhere_are_planned_by_their_table(qwen3: Path) -> None
 def test_cards_are_named_by_their_memory_and_ways_to_share_a_model_are_compared(qwen3: Path) -> None:
     said = ask(qwen3, "--gpus", "4x24GB", "--pipeline-parallel-size", "4").output
     assert said.count("GPU         A10-24G") == 4
-    assert "--pipeline-parallel-size is for CPUs" in said
+    assert "moeserve serve MODEL --device cuda --pipeline-parallel-size 4: fits" in said
     assert "On 4 ranks, each on a A10-24G, over PCIe" in said
     for flags in ("--pipeline-parallel-size 4", "--expert-parallel-size 4", "--tensor-parallel-size 4"):
         assert f"\n  {flags} " in said
     assert "For one request take --" in said
-    assert "On GPUs moeserve has only experts over ranks so far" in said
+    assert "No service of several GPUs has run yet." in said
 
 
 def test_ranks_that_share_layers_or_each_layer_are_planned_on_a_cpu(qwen3: Path) -> None:

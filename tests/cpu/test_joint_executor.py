@@ -10,7 +10,7 @@ import pytest
 
 from experts.errors import CollectiveError
 from moeserve.engine.ranks.joint import JointExecutor
-from moeserve.engine.ranks.messages import ForwardStage, RankBeat, RankError, Shutdown
+from moeserve.engine.ranks.messages import Forward, RankBeat, RankError, Shutdown
 from moeserve.engine.ranks.plan_link import PlanReceiver
 from moeserve.engine.ranks.transport import RankHub
 from moeserve.plan import Chunk, Computed, SamplingParams, StepPlan, StepResult
@@ -26,7 +26,7 @@ class Ranks:
         # What came before the failure is old.
         self._messages: list[RankBeat | None] = [None, *beats]
 
-    def send_all(self, message: ForwardStage) -> None:
+    def send_all(self, message: Forward) -> None:
         self.sent.append(self._plans.decode(message.plan))
 
     def send_last(self, message: Shutdown) -> None:
@@ -48,7 +48,7 @@ class Ranks:
 
 
 def executor_of(ranks: Ranks) -> JointExecutor:
-    return JointExecutor(ranks, cast("RankHub", ranks), timeout=0.2, num_entered=lambda: 7)
+    return JointExecutor(ranks, cast("RankHub", ranks), [], timeout=0.2, num_entered=lambda: 7)
 
 
 def plan(step: int) -> StepPlan:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from moeserve.engine.ranks import pipeline
-from moeserve.engine.ranks.messages import CopiesEnded, ForwardStage, RankBeat, RankError, RankResult
+from moeserve.engine.ranks.messages import CopiesEnded, Forward, RankBeat, RankError, RankResult
 from moeserve.engine.ranks.pipeline import PipelineExecutor, joined
 from moeserve.engine.ranks.plan_link import PlanReceiver
 from moeserve.engine.ranks.together import StepRows
@@ -37,7 +37,7 @@ class Ranks:
     def monotonic(self) -> float:
         return self.now
 
-    def send(self, rank: int, message: ForwardStage) -> None:
+    def send(self, rank: int, message: Forward) -> None:
         plan = self._plans.setdefault(rank, PlanReceiver()).decode(message.plan)
         self.sent.append((rank, plan, tuple(message.num_rows)))
 

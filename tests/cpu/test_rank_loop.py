@@ -97,7 +97,8 @@ class Service:
 
     def serve(self) -> list[str]:
         copies = MemberCopies(1, lambda *_: cast("BlockCopier", CopiesAtOnce()), self.send)
-        RankSteps(1, cast("RankLink", self), self, self.begin_step, self, cast("BeatThread", self), copies).run()
+        beats = cast("BeatThread", self)
+        RankSteps(1, cast("RankLink", self), self, self.begin_step, beats, copies, migrator=self).run()
         return self.log
 
 
@@ -130,7 +131,7 @@ class Step:
 
 def forward(step: int, version: int = 0) -> Forward:
     chunk = Chunk("a", array("i", [5]), 3, array("i", [0]), SamplingParams(max_tokens=2))
-    return Forward(PlanSender().encode(StepPlan(step, [chunk])), [1, 1], [1, 1], True, version)
+    return Forward(PlanSender().encode(StepPlan(step, [chunk])), (1, 1), (1, 1), True, version)
 
 
 def test_the_next_step_is_launched_while_one_is_computed_and_results_go_home_as_they_come() -> None:

@@ -122,7 +122,7 @@ class SlowStart:
         hub.send_all(Shutdown())
 
     def run(self, context: RunContext) -> None:
-        collectives = SimpleNamespace(traffic=SimpleNamespace(num_entered=0))
+        collectives = SimpleNamespace(num_entered=0)
         group, progress = SimpleNamespace(collectives=collectives), SimpleNamespace(count=lambda: 0)
         rank = SimpleNamespace(collectives=collectives, group=group, progress=progress, memory_stats=lambda: None)
         members = [LoadedPart(number, CONFIG, cast("Any", None), cast("Any", rank), False, 1) for number in (0, 1)]

@@ -206,7 +206,7 @@ def test_a_step_goes_out_to_the_ranks_and_its_results_come_home(group: Group) ->
     assert isinstance(step, Forward)
     assert PlanReceiver().decode(step.plan) == plans[1]
     assert step.placement_version == 4
-    assert StepRows(step.num_rows, step.num_logit_rows, step.only_decodes) == group.first.rows
+    assert StepRows([*step.num_rows], [*step.num_logit_rows], step.only_decodes) == group.first.rows
     assert group.first.rows == StepRows([1, 4], [1, 1], only_decodes=False)
     group.executor.close()
     assert isinstance(group.link.receive(), Shutdown)

@@ -23,6 +23,7 @@ from moeserve.model.spec import ModelError, UnsupportedModel
 from moeserve.plan import SamplingParams
 from tests.support.llm_prompts import BASE, PROMPTS, SAMPLINGS, assert_same
 from tests.support.sharded_engine import ShardedEngine
+from tests.support.slot_bytes import slots_on_cpu
 from tests.support.tiny_models import CASES, build, save
 
 UNSHARED = ("gemma4", "nemotron_h", "granitemoehybrid", "lfm2_moe")
@@ -103,6 +104,23 @@ def test_logprobs_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
     probed = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, prompt_logprobs=1)
     assert_close(sharded.generate(PROMPTS[:3], probed), one.generate(PROMPTS[:3], probed))
     sharded.close()
+
+
+@pytest.mark.parametrize("prefetch", ["off", "gate"])
+def test_few_slots_for_the_experts_of_each_rank_change_no_bit(prefetch: str, tmp_path: Path) -> None:
+    model, store = tmp_path / "m", tmp_path / "s"
+    save("qwen3_moe", model)
+    whole = ShardedEngine(model, TWO)
+    size = slots_on_cpu(model, 3)
+    few = ShardedEngine(
+        model, replace(TWO, expert_memory=size, expert_store_dir=str(store), expert_prefetch=prefetch, threads=1)
+    )
+    assert_same(few.generate(PROMPTS[:6], SAMPLINGS[:6]), whole.generate(PROMPTS[:6], SAMPLINGS[:6]))
+    for rank in few.ranks:
+        assert rank.memory is not None
+        assert rank.memory.stats().counters.num_evictions > 0
+    for engine in (whole, few):
+        engine.close()
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_next", "deepseek_v3-yarn"])

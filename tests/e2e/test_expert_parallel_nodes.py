@@ -11,8 +11,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -107,17 +107,23 @@ def two_nodes(
         first.process.stdout.close()
 
 
-@pytest.mark.parametrize("way", [EXPERTS, LAYERS, SHARDS])
+# Settings beside a way of two, and the ranks of each node.
+ALONE, WITH_EXPERTS = ((), 1), ((EXPERTS, "2"), 2)
+
+
+@pytest.mark.parametrize(("way", "more"), [(EXPERTS, ALONE), (LAYERS, ALONE), (SHARDS, ALONE), (LAYERS, WITH_EXPERTS)])
 def test_two_nodes_give_the_texts_of_one_rank_and_end_cleanly(
-    model: Path, key: Path, expected: list[str], tmp_path: Path, way: str
+    model: Path, key: Path, expected: list[str], tmp_path: Path, way: str, more: tuple[tuple[str, ...], int]
 ) -> None:
-    with two_nodes(model, tmp_path, key, way=way) as (first, other):
+    settings, num_here = more
+    with two_nodes(model, tmp_path, key, *settings, way=way) as (first, other):
         first.wait_until_ready()
-        wait_until(lambda: "ranks 1 to 1: computes for node 0" in other.said.read_text())
+        there = f"ranks {num_here} to {2 * num_here - 1}: computes for node 0"
+        wait_until(lambda: there in other.said.read_text())
         assert texts_of(first.http) == expected
         # The ranks' copies, which have answered, and all others.
         processes = descendants(first.process.pid) | descendants(other.process.pid)
-        assert len(ranks_below(first.process) | ranks_below(other.process)) == 4
+        assert len(ranks_below(first.process) | ranks_below(other.process)) == 4 * num_here
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0
         assert other.process.wait(60) == 0
@@ -165,30 +171,34 @@ def ranks_below(node: subprocess.Popen[str]) -> set[int]:
     return {pid for pid in descendants(node.pid) if "RANK=" in read_of_process(pid, "environ")}
 
 
-def rank_of(node: subprocess.Popen[str]) -> int:
-    """The process that serves as the only rank of a node: a copy of the process that has loaded its part."""
-    [rank] = [pid for pid in ranks_below(node) if not descendants(pid)]
-    return rank
-
-
-def finish(events: Iterator[dict[str, Any]]) -> None:
-    assert not any("error" in event for event in events)
+def serving_ranks(node: subprocess.Popen[str]) -> list[int]:
+    """The processes that serve as ranks of a node: copies of the processes that have loaded their parts."""
+    return sorted(pid for pid in ranks_below(node) if not descendants(pid))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [EXPERTS, *(pytest.param(way, marks=pytest.mark.long) for way in (LAYERS, SHARDS))])
+@pytest.mark.parametrize(
+    ("way", "more"),
+    [
+        (EXPERTS, ALONE),
+        (LAYERS, WITH_EXPERTS),
+        *(pytest.param(way, ALONE, marks=pytest.mark.long) for way in (LAYERS, SHARDS)),
+    ],
+)
 def test_a_lost_rank_of_any_node_is_a_pause_and_no_whole_start(
-    model: Path, key: Path, expected: list[str], tmp_path: Path, way: str
+    model: Path, key: Path, expected: list[str], tmp_path: Path, way: str, more: tuple[tuple[str, ...], int]
 ) -> None:
-    with two_nodes(model, tmp_path, key, way=way) as (first, other):
+    settings, num_here = more
+    with two_nodes(model, tmp_path, key, *settings, way=way) as (first, other):
         first.wait_until_ready()
         wait_until(lambda: "computes for node 0" in other.said.read_text())
         loaded = [children_of(first.process.pid)["worker"], children_of(other.process.pid)["worker"]]
-        for node in (other.process, first.process):
-            events = first.stream(max_tokens=200)
-            next(events)
-            os.kill(rank_of(node), signal.SIGKILL)
-            finish(events)
+        whole = [event["choices"] for event in first.stream(max_tokens=200, temperature=0)]
+        for node, place in product((other.process, first.process), range(num_here)):
+            events = first.stream(max_tokens=200, temperature=0)
+            begun = next(events)
+            os.kill(serving_ranks(node)[place], signal.SIGKILL)
+            assert [event["choices"] for event in (begun, *events)] == whole
         assert texts_of(first.http) == expected
         assert loaded == [children_of(first.process.pid)["worker"], children_of(other.process.pid)["worker"]]
         first.process.send_signal(signal.SIGTERM)

@@ -133,6 +133,26 @@ def test_stages_whose_ranks_share_the_experts_have_the_answers_of_one_stage(
         assert (choices, num_cached > 0) == (expected[0], True)
 
 
+def test_stages_whose_ranks_share_each_layer_have_the_answers_of_one_stage(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    shards = ("--tensor-parallel-size", "2", *PATIENT)
+    disk = ("--kv-disk-path", str(tmp_path_factory.mktemp("kv")))
+    with service(model, tmp_path_factory.mktemp("one"), *shards) as one:
+        expected = ask_all(one)
+    with service(model, tmp_path_factory.mktemp("both"), *shards, *TWO, *disk) as both:
+        for _ in range(2):
+            assert ask_all(both) == expected
+        kill_in_turn(both, (3, 2, 1, 0))
+        assert ask_all(both) == expected
+        both.process.send_signal(signal.SIGTERM)
+        assert both.end() == 0
+        assert both.leaves_nothing()
+    with service(model, tmp_path_factory.mktemp("again"), *shards, *TWO, *disk) as again:
+        choices, num_cached = ask(again, bodies()[0])
+        assert (choices, num_cached > 0) == (expected[0], True)
+
+
 def test_a_killed_rank_is_a_pause_and_no_whole_start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with service(model, tmp_path_factory.mktemp("s"), *TWO) as running:
         expected = ask_all(running)

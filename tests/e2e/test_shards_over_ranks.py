@@ -13,6 +13,7 @@ from tests.e2e.test_layers_over_ranks import PATIENT, ask, ask_all, bodies, kill
 from tests.support.kills import pid_of
 from tests.support.saved_models import saved_model
 from tests.support.service import descendants, is_alive, service, wait_until
+from tests.support.slot_bytes import slots_on_cpu
 from tests.support.tiny_model import write_model_dir
 
 TWO = ("--tensor-parallel-size", "2", *PATIENT)
@@ -72,6 +73,28 @@ def test_a_killed_rank_is_a_pause_and_no_whole_start(
         expected = ask_all(running)
         kill_in_turn(running, ranks)
         assert ask_all(running) == expected
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 0
+        assert running.leaves_nothing()
+
+
+def test_few_slots_for_the_experts_of_each_rank_change_no_answer(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with service(model, tmp_path_factory.mktemp("all"), *TWO) as running:
+        expected = ask_all(running)
+    slots = ("--expert-memory", str(slots_on_cpu(model, 3)), "--expert-store-dir", str(tmp_path_factory.mktemp("s")))
+    with service(model, tmp_path_factory.mktemp("few"), *TWO, *slots) as running:
+        assert ask_all(running) == expected
+        told = running.http.get("/v1/experts").json()
+        resident = told["residency"]["resident"]
+        assert [[len(layer) for layer in layers] for layers in resident] == [[3] * len(resident[0])] * 2
+        events = running.stream(max_tokens=100)
+        next(events)
+        killed = pid_of(running, "rank 1")
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        assert not any("error" in event for event in events)
         running.process.send_signal(signal.SIGTERM)
         assert running.end() == 0
         assert running.leaves_nothing()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -46,6 +46,12 @@ class Peers:
     def begin_decodes(self, size: int) -> None:
         self.decode_size = size
         self._log.append(f"begin {size}")
+
+    def size_for(self, own: int | None) -> int | None:
+        return self.decode_size
+
+    def decoding(self, size: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def wait_for(self, event: torch.cuda.Event) -> None: ...
 

@@ -134,7 +134,7 @@ def test_states_come_out_of_the_memory_for_kv(tmp_path: Path) -> None:
     demand = StateDemand(row_bytes, MAX_SEQS, 5 * row_bytes)
     memory = (MAX_SEQS + 5) * row_bytes + 40 * block_bytes
     found = kv_blocks(spec, torch.float32, settings(RECURRENT, states=demand), memory)
-    assert found == (KvBudget(40, MAX_LEN, 3, 5), 40 * block_bytes)
+    assert found == KvBudget(40, MAX_LEN, 3, 5)
 
 
 def test_window_blocks_come_out_of_the_memory_for_kv(tmp_path: Path) -> None:
@@ -143,4 +143,4 @@ def test_window_blocks_come_out_of_the_memory_for_kv(tmp_path: Path) -> None:
     whole_context = replace(settings(WINDOWS), max_model_len=None)
     # Three requests of four blocks each and a step of four more.
     expected = KvBudget(64, 64, num_window_blocks=16, window=WINDOW)
-    assert kv_blocks(spec, torch.float32, whole_context, memory) == (expected, memory)
+    assert kv_blocks(spec, torch.float32, whole_context, memory) == expected

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from benchmarks.token_engine import TokenEngine
@@ -47,10 +48,10 @@ class TableCollectives:
         assert size == self.num_ranks
         return self
 
-    def exchange(self, rows: Tensor, ranks: range) -> list[Tensor]:
+    def all_gather(self, rows: Tensor) -> Tensor:
         self.table.rows[self.rank] = rows
         self._meet()
-        gathered = [self.table.rows[rank].clone() for rank in ranks]
+        gathered = torch.cat([self.table.rows[rank] for rank in range(self.num_ranks)])
         self._meet()
         return gathered
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from benchmarks.token_engine import TokenEngine
@@ -28,6 +29,7 @@ class QueuedRows:
     rank: int
     num_ranks: int
     borders: list[deque[Tensor]]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def send(self, rows: Tensor, to_rank: int) -> None:
         assert to_rank == self.rank + 1

@@ -41,6 +41,7 @@ def test_a_service_on_loopback_keeps_kv_in_a_private_folder_of_the_cache(cache: 
 def test_ranks_of_one_machine_keep_it_too(cache: Path) -> None:
     assert decided(pipeline_parallel_size=2).kv_disk_path == "auto"
     assert decided(expert_parallel_size=2).kv_disk_path == "auto"
+    assert decided(tensor_parallel_size=2).kv_disk_path == "auto"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,6 @@ def test_ranks_of_one_machine_keep_it_too(cache: Path) -> None:
         {"enable_prefix_caching": False},
         {"device": "cuda"},
         {"nnodes": 2},
-        {"tensor_parallel_size": 2},
         {"expert_parallel_size": 2, "rebalance_interval": 60.0},
     ],
 )

@@ -41,7 +41,7 @@ class Ranks:
 
     def __init__(self, root: Path, num_parts: int = 1) -> None:
         self.memories = [memory_of(0), memory_of(1)]
-        self.copies = RankCopies(self._to_member, [1], 2 // num_parts)
+        self.copies = RankCopies(self._to_member, [range(2)] if num_parts == 2 else [range(1), range(1, 2)])
         self.files = [BlockFiles(root, FINGERPRINT, part=part, num_parts=num_parts) for part in (0, num_parts - 1)]
         self.member = MemberCopies(1, lambda *_: self._copier(1, self.files[1]), self._to_first)
         self.files[0].describe(b"{}")
@@ -154,9 +154,9 @@ def test_parts_of_a_block_are_removed_with_it(stages: Ranks, tmp_path: Path) -> 
     ]
 
 
-def test_a_job_is_of_the_ranks_at_its_place_of_all_stages() -> None:
+def test_a_job_is_of_the_ranks_that_hold_parts_of_its_blocks() -> None:
     asked: list[int] = []
-    copies = RankCopies(lambda rank, _: asked.append(rank), [1, 2, 3, 4, 5], width=2)
+    copies = RankCopies(lambda rank, _: asked.append(rank), [range(0, 6, 2), range(1, 6, 2)])
     copies.open(cast("BlockCopier", object()), BlockFiles(Path(), FINGERPRINT), lambda: None)
     asked.clear()
     copies.start(CopyJob([copy_of(1, 1)], rank=1))

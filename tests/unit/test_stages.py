@@ -77,12 +77,12 @@ def test_more_ranks_than_layers_are_refused() -> None:
     ("changes", "said"),
     [
         ({"expert_parallel_size": 2, "rebalance_interval": 9.0}, "^--rebalance-interval "),
-        ({"expert_parallel_size": 2, "nnodes": 2}, "ranks of one machine"),
+        ({"expert_parallel_size": 2, "nnodes": 4}, "4 nodes cannot have equally many of its stages"),
         ({"expert_memory": 2**30}, "^--expert-memory "),
         ({"expert_store_dir": "x"}, "^--expert-store-dir "),
         ({"kv_transfer_config": "{}"}, "^--kv-transfer-config "),
         ({"speculative_config": "mtp"}, "^--speculative-config mtp "),
-        ({"device": "cuda"}, "^--pipeline-parallel-size is for CPUs"),
+        ({"device": "cuda", "expert_parallel_size": 2}, "^--pipeline-parallel-size with --expert-parallel-size "),
     ],
 )
 def test_what_is_not_built_for_layers_over_ranks_is_refused(changes: dict[str, object], said: str) -> None:

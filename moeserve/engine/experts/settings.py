@@ -38,7 +38,8 @@ def plan_placement(directory: Path, spec: ModelSpec, config: ServeConfig) -> Pla
             config.placement,
             (len(spec.moe_layers), spec.moe.num_experts, num_ranks),
             num_redundant=config.num_redundant_experts,
-            num_nodes=config.nnodes,
+            # Ranks of a stage are on one node.
+            num_nodes=config.nnodes if config.pipeline_parallel_size == 1 else 1,
             num_groups=spec.moe.gate.num_groups,
             statistics=read_statistics(directory, config),
         )

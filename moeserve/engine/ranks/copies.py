@@ -2,8 +2,8 @@
 
 Rank 0 alone knows which blocks are on disk. It hands the copies of its own memory to its own threads, and sends the
 copies of another rank's memory there: `RankCopies` on rank 0, `MemberCopies` on every other rank. Files are named by
-tokens alone, so any rank can read a file that another one has written. Where ranks share the layers, each has a part of
-every block, and copies are made on all of them.
+tokens alone, so any rank can read a file that another one has written. Where ranks share layers, or share each layer,
+each has a part of every block, and copies are made on all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +42,9 @@ class RankCopies:
 
     hosted = None
 
-    def __init__(self, send: Callable[[int, ToRank], None], others: Sequence[int], width: int | None = None) -> None:
-        """send: sends a message to a rank. others: all ranks but 0. width: the number of ranks with KV of their own,
-        of each of which the ranks at the same place of further stages have parts; None for all ranks."""
-        self._send, self._others, self._width = send, others, width or len(others) + 1
+    def __init__(self, send: Callable[[int, ToRank], None], ranks_of: Sequence[Sequence[int]]) -> None:
+        """send: sends a message to a rank. ranks_of: by prefix cache, the ranks that hold its blocks, each a part."""
+        self._send, self._ranks_of = send, ranks_of
         self._own: BlockCopier | None = None
         self._receive: Callable[[], None] = lambda: None
         self._numbers = count()
@@ -56,7 +55,7 @@ class RankCopies:
     def open(self, own: BlockCopier, files: BlockFiles, receive: Callable[[], None]) -> None:
         """Let every rank open the disk. own: of rank 0. receive: hands messages that have come to `on_message`."""
         self._own, self._receive = own, receive
-        for rank in self._others:
+        for rank in filter(None, chain.from_iterable(self._ranks_of)):
             self._send(rank, OpenDisk(str(files.root), files.fingerprint))
 
     def on_message(self, message: object) -> None:
@@ -73,7 +72,8 @@ class RankCopies:
         """Begin a job; `take` returns its result. Raise RankError if a rank has died."""
         assert self._own is not None
         number = self._number_of[job] = next(self._numbers)
-        ranks = range(job.rank, len(self._others) + 1, self._width) if job.copies else (job.rank,)
+        holders = self._ranks_of[job.rank]
+        ranks = holders if job.copies else holders[:1]
         self._open[number] = _Copying(job, ranks)
         for rank in ranks:
             if rank:

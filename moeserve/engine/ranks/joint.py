@@ -6,14 +6,16 @@ of all.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from experts.errors import CollectiveError
-from moeserve.engine.ranks.messages import ForwardStage, Shutdown
+from moeserve.engine.ranks.messages import Forward, Shutdown
 from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.engine.ranks.transport import RankHub, find_fault
-from moeserve.plan import Computed, Pending, StepPlan, StepResult
+from moeserve.plan import Pending, StepPlan, StepResult
 from moeserve.scheduling.steps import Runner
 
 
@@ -23,29 +25,48 @@ class JointExecutor:
     A failure of another rank becomes a RankError that names it.
     """
 
-    def __init__(self, runner: Runner, hub: RankHub, *, timeout: float, num_entered: Callable[[], int]) -> None:
-        """timeout: the seconds that one rank may be behind another. num_entered: the number of collectives that this
-        rank has entered."""
+    def __init__(
+        self,
+        runner: Runner,
+        hub: RankHub,
+        listeners: Sequence[Callable[[object], None]],
+        *,
+        timeout: float,
+        num_entered: Callable[[], int],
+    ) -> None:
+        """listeners: each receives every message of the other ranks. timeout: the seconds that one rank may be behind
+        another. num_entered: the number of collectives that this rank has entered."""
         self._runner, self._hub, self._timeout, self._num_entered = runner, hub, timeout, num_entered
+        self._listeners = listeners
         self._plans = PlanSender()
+        self._in_flight: deque[Pending[StepResult]] = deque()
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
-        """Compute a step on all ranks."""
+        """Launch a step on all ranks. Results must be taken in the order of the steps."""
         (plan,) = plans
-        self._hub.send_all(ForwardStage(self._plans.encode(plan)))
+        self._hub.send_all(Forward(self._plans.encode(plan)))
         with self._blaming():
-            return Computed([self._runner.launch(plan).result()])
+            self._in_flight.append(self._runner.launch(plan))
+        return _JointStep(self, self._in_flight[-1])
 
     def check(self) -> None:
         """Raise RankError if a rank has died or fallen silent between steps."""
-        while self._hub.receive(0) is not None:
-            pass
+        while (message := self._hub.receive(0)) is not None:
+            for listener in self._listeners:
+                listener(message)
         self._hub.check_signs_of_life(self._timeout)
 
     def close(self) -> None:
-        """Send `Shutdown`. Raise RankError if a rank has ended before."""
+        """Finish the steps in flight, then send `Shutdown`. Raise RankError if a rank has ended before."""
+        while self._in_flight:
+            self.wait()
         self._hub.check()
         self._hub.send_last(Shutdown())
+
+    def wait(self) -> list[StepResult]:
+        """Wait for the oldest step in flight."""
+        with self._blaming():
+            return [self._in_flight.popleft().result()]
 
     @contextmanager
     def _blaming(self) -> Iterator[None]:
@@ -53,3 +74,18 @@ class JointExecutor:
             yield
         except CollectiveError as error:
             raise find_fault(self._hub, error, self._num_entered(), self._timeout) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _JointStep:
+    """A step of all ranks in flight. own: the step of rank 0."""
+
+    executor: JointExecutor
+    own: Pending[StepResult]
+
+    @property
+    def done(self) -> bool:
+        return self.own.done
+
+    def result(self) -> list[StepResult]:
+        return self.executor.wait()

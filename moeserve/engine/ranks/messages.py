@@ -2,10 +2,10 @@
 
 To load, every rank sends `Joined`, receives `Setup` (or `Dismissed`), loads and sends `Loaded`. For each life of the
 engine it then sends `Joined`, receives `Start` and, once it is ready for a step, sends `Started`. In each step rank 0
-sends a `Forward`, or a `ForwardStage` to ranks that share layers, to every rank and receives a `RankResult` from it,
-until it sends `Shutdown`. From `Joined` on a rank sends `RankBeat`. To give a layer a new placement, rank 0 sends
-`PlaceLayer`, waits for `LayerLoaded` from every rank and names the new version in the next `Forward`. With KV on disk
-it sends `OpenDisk` before the first step, then a `CopyBlocks` at any time, and receives a `CopiesEnded` for each.
+sends a `Forward` to every rank and receives a `RankResult` from it, until it sends `Shutdown`. From `Joined` on a rank
+sends `RankBeat`. To give a layer a new placement, rank 0 sends `PlaceLayer`, waits for `LayerLoaded` from every rank
+and names the new version in the next `Forward`. With KV on disk it sends `OpenDisk` before the first step, then a
+`CopyBlocks` at any time, and receives a `CopiesEnded` for each.
 """
 
 from __future__ import annotations
@@ -77,25 +77,17 @@ class Started(Message):
 
 
 class Forward(Message):
-    """A step: the receiver's plan (`PlanReceiver`), the rows of all ranks (`together.py`).
+    """A step: the receiver's plan (`PlanReceiver`), and where ranks share experts the rows of all of them
+    (`together.py`).
 
     placement_version: the version of the last `PlaceLayer` that takes effect with this step or before; 0 without one.
     """
 
     plan: bytes
-    num_rows: list[int]
-    num_logit_rows: list[int]
-    only_decodes: bool
-    placement_version: int
-
-
-class ForwardStage(Message):
-    """A step of ranks that share layers, or share each layer: the receiver's plan (`PlanReceiver`), and the rows of all
-    ranks of its stage (`together.py`) where there are several."""
-
-    plan: bytes
     num_rows: tuple[int, ...] = ()
     num_logit_rows: tuple[int, ...] = ()
+    only_decodes: bool = False
+    placement_version: int = 0
 
 
 class RankResult(Message):
@@ -176,17 +168,5 @@ class Shutdown(Message):
     """No further step follows."""
 
 
-ToRank = (
-    Setup
-    | Dismissed
-    | Start
-    | Forward
-    | ForwardStage
-    | PlaceLayer
-    | DropLayer
-    | OpenDisk
-    | CopyBlocks
-    | CancelCopies
-    | Shutdown
-)
+ToRank = Setup | Dismissed | Start | Forward | PlaceLayer | DropLayer | OpenDisk | CopyBlocks | CancelCopies | Shutdown
 FromRank = Joined | Loaded | Started | RankResult | LayerLoaded | CopiesEnded | RankBeat

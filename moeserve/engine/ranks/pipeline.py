@@ -2,7 +2,7 @@
 
 All ranks get the same plan and hold blocks with the same ids, each with the keys, values and states of its own layers.
 So there is one scheduler and one prefix cache, as for a single rank, and the bits are those of a single rank.
-`PipelineExecutor` on rank 0 sends the plans, `StageSteps` on every other rank computes them. The last rank samples.
+`PipelineExecutor` on rank 0 sends the plans; the last rank samples.
 
 Where the ranks of a stage share its experts, there is a plan and a prefix cache for each of them, and all of this holds
 for the ranks at one place of their stages.
@@ -15,23 +15,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from experts.errors import CollectiveError
-from moeserve.engine.ranks.copies import MemberCopies
-from moeserve.engine.ranks.messages import (
-    CancelCopies,
-    CopyBlocks,
-    ForwardStage,
-    OpenDisk,
-    RankBeat,
-    RankError,
-    RankResult,
-    Shutdown,
-)
-from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
+from moeserve.engine.ranks.messages import Forward, RankBeat, RankError, RankResult, Shutdown
+from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.engine.ranks.together import StepRows
-from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink
+from moeserve.engine.ranks.transport import RankHub
 from moeserve.plan import Pending, StepPlan, StepResult
 from moeserve.scheduling.steps import Runner
 
@@ -55,12 +44,14 @@ class PipelineExecutor:
         timeout: float,
         begin_step: Callable[[StepRows], None] = lambda _: None,
         width: int = 1,
+        num_shards: int = 1,
     ) -> None:
         """on_message: receives every message of the other ranks that is not about a step. timeout: the seconds in which
-        some rank has to get on while rank 0 waits for a step. begin_step: see `Rank`. width: the ranks of a stage."""
+        some rank has to get on while rank 0 waits for a step. begin_step: see `Rank`. width: the ranks of a
+        stage with rows of their own. num_shards: the neighbouring ranks that have the same rows."""
         self._runner, self._hub, self._on_message, self._timeout = runner, hub, on_message, timeout
         self._begin_step = begin_step
-        self._plans = [PlanSender() for _ in range(width)]
+        self._plans, self._num_shards = [PlanSender() for _ in range(width)], num_shards
         # The number of each step, its first stage, and when it was launched.
         self._in_flight: deque[tuple[int, Pending[StepResult], float]] = deque()
         self._ended_at = 0.0
@@ -73,9 +64,9 @@ class PipelineExecutor:
         launched_at, rows = time.monotonic(), StepRows.of(plans)
         counts = (tuple(rows.num_rows), tuple(rows.num_logit_rows)) if len(plans) > 1 else ()
         for place, (sender, plan) in enumerate(zip(self._plans, plans, strict=True)):
-            message = ForwardStage(sender.encode(plan), *counts)
-            for rank in self._at_place(place):
-                if rank:
+            message = Forward(sender.encode(plan), *counts)
+            for rank in self._hub.others:
+                if rank // self._num_shards % len(plans) == place:
                     self._hub.send(rank, message)
         self._begin_step(rows)
         with self._blaming():
@@ -127,8 +118,8 @@ class PipelineExecutor:
         return [joined([results[rank] for rank in self._at_place(place)], seconds) for place in range(len(self._plans))]
 
     def _at_place(self, place: int) -> range:
-        """Return the ranks at a place of their stages, in the order of the stages."""
-        return range(place, len(self._hub.others) + 1, len(self._plans))
+        """Return the ranks at a place of their stages, of shards the first, in the order of the stages."""
+        return range(place * self._num_shards, len(self._hub.others) + 1, len(self._plans) * self._num_shards)
 
     @contextmanager
     def _blaming(self) -> Iterator[None]:
@@ -177,56 +168,3 @@ def joined(results: Sequence[StepResult], seconds: float | None = None) -> StepR
     if last.sent is not None:
         sent = [sum(of_stages) for of_stages in zip(*(result.sent or () for result in results), strict=True)]
     return StepResult(last.step, last.chunks, routing, sent, seconds)
-
-
-class StageSteps:
-    """Computes the stage, or the shard, of a rank in the steps that rank 0 sends, and returns the results in order."""
-
-    def __init__(
-        self,
-        rank: int,
-        link: RankLink,
-        runner: Runner,
-        beats: BeatThread,
-        copies: MemberCopies,
-        begin_step: Callable[[StepRows], None] = lambda _: None,
-        *,
-        returns_results: bool = True,
-    ) -> None:
-        """returns_results: False where those of rank 0 are the same."""
-        self._returns_results = returns_results
-        self._rank, self._link, self._runner, self._beats = rank, link, runner, beats
-        self._copies, self._begin_step = copies, begin_step
-        self._plans = PlanReceiver()
-
-    def run(self) -> None:
-        """Follow rank 0 until it sends `Shutdown` or ends."""
-        self._beats.busy.clear()
-        try:
-            while not isinstance(message := self._next(), Shutdown):
-                if isinstance(message, OpenDisk | CopyBlocks | CancelCopies):
-                    self._copies.follow(message)
-                else:
-                    assert isinstance(message, ForwardStage)
-                    self._begin_step(StepRows(message.num_rows, message.num_logit_rows, only_decodes=False))
-                    self._compute(self._plans.decode(message.plan))
-        except CollectiveError:
-            # Rank 0 finds the rank at fault and ends, which ends the wait here. Beats show that this rank is alive.
-            self._link.receive()
-
-    def _next(self) -> Any:
-        # Where a step always follows the one before, rank 0 learns of ends in between.
-        self._copies.tell_ends()
-        if (message := self._link.poll()) is not None:
-            return message
-        message = self._copies.receive(self._link, self._beats)
-        self._beats.busy.set()
-        return message
-
-    def _compute(self, plan: StepPlan) -> None:
-        result = self._runner.launch(plan).result()
-        if not self._returns_results:
-            return
-        if result.routing is not None:
-            result.routing = bytes(result.routing)
-        self._link.send(RankResult(self._rank, result))

@@ -20,12 +20,8 @@ _WITHOUT_PIPELINE = {
 
 # Settings that do not go together with `--tensor-parallel-size`, each with the reason, a clause.
 _WITHOUT_SHARDS = {
-    "pipeline_parallel_size": "ranks that share every layer have parts of all layers",
     "num_redundant_experts": "which replica serves a row would go by the group of ranks that has it",
     "rebalance_interval": "experts stay where they are",
-    "expert_memory": "every rank keeps its experts in memory",
-    "expert_store_dir": "every rank keeps its experts in memory",
-    "kv_disk_path": "a block of keys and values lies in parts on all ranks",
     "kv_transfer_config": "a block of keys and values lies in parts on all ranks",
 }
 
@@ -38,8 +34,11 @@ def check_tensor(config: ServeConfig) -> None:
         if getattr(config, name) != getattr(ServeConfig, name):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} does not go together with --tensor-parallel-size: {reason}.")
-    if config.device == "cuda":
-        raise ConfigError("--tensor-parallel-size is for CPUs so far: no machine with several GPUs was at hand.")
+    if config.device == "cuda" and config.expert_parallel_size * config.pipeline_parallel_size > 1:
+        other = "expert" if config.expert_parallel_size > 1 else "pipeline"
+        raise ConfigError(f"--tensor-parallel-size with --{other}-parallel-size is for CPUs so far.")
+    if config.expert_parallel_size > 1 and config.pipeline_parallel_size > 1:
+        raise ConfigError("--tensor-parallel-size goes together with one of the other two ways at a time.")
     if parse_speculative(config.speculative_config).method == "mtp":
         raise ConfigError(
             "--speculative-config mtp does not go together with --tensor-parallel-size: the layer that drafts is whole."
@@ -56,12 +55,13 @@ def check_pipeline(config: ServeConfig) -> None:
         if getattr(config, name) != getattr(ServeConfig, name):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} does not go together with --pipeline-parallel-size: {reason}.")
-    if config.expert_parallel_size > 1 and config.nnodes > 1:
+    if config.num_ranks > config.pipeline_parallel_size and config.pipeline_parallel_size % config.nnodes:
         raise ConfigError(
-            "--pipeline-parallel-size with --expert-parallel-size is for the ranks of one machine so far."
+            f"--pipeline-parallel-size {config.pipeline_parallel_size}: {config.nnodes} nodes cannot have equally many "
+            "of its stages, and the ranks of a stage are on one node."
         )
-    if config.device == "cuda":
-        raise ConfigError("--pipeline-parallel-size is for CPUs so far: no machine with several GPUs was at hand.")
+    if config.device == "cuda" and config.expert_parallel_size > 1:
+        raise ConfigError("--pipeline-parallel-size with --expert-parallel-size is for CPUs so far.")
     if parse_speculative(config.speculative_config).method == "mtp":
         raise ConfigError(
             "--speculative-config mtp does not go together with --pipeline-parallel-size: the layer that drafts needs "

@@ -1,4 +1,7 @@
-"""Steps of several ranks: `RankedExecutor` on rank 0 sends the plans, `RankSteps` on every other rank computes them."""
+"""Steps of several ranks: `RankSteps` computes the plans that rank 0 sends to every other rank.
+
+`RankedExecutor` sends them where ranks have requests of their own.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +75,10 @@ class RankedExecutor:
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
         """Launch a step on all ranks. Results must be taken in the order of the steps."""
         rows, number = StepRows.of(plans).of_first_ranks(self._num_shards), plans[0].step
-        counts = [*rows.num_rows], [*rows.num_logit_rows], rows.only_decodes
+        counts = tuple(rows.num_rows), tuple(rows.num_logit_rows), rows.only_decodes
         for rank, sender in self._plans.items():
-            self._hub.send(
-                rank, Forward(sender.encode(plans[rank // self._num_shards]), *counts, self._placement_version())
-            )
+            plan = sender.encode(plans[rank // self._num_shards])
+            self._hub.send(rank, Forward(plan, *counts, self._placement_version()))
         self._begin_step(rows)
         with self._blaming():
             step = self._in_flight[number] = self._runner.launch(plans[0])
@@ -158,10 +160,15 @@ class RankSteps:
         link: RankLink,
         runner: Runner,
         begin_step: Callable[[StepRows], None],
-        migrator: ExpertMigrator[Any],
         beats: BeatThread,
         copies: MemberCopies,
+        *,
+        migrator: ExpertMigrator[Any] | None = None,
+        returns_results: bool = True,
     ) -> None:
+        """begin_step: see `Rank`. migrator: None where experts stay where they are. returns_results: False where those
+        of rank 0 are the same."""
+        self._returns_results = returns_results
         self._rank, self._link, self._beats = rank, link, beats
         self._copies = copies
         self._runner, self._begin_step, self._migrator = runner, begin_step, migrator
@@ -177,7 +184,7 @@ class RankSteps:
                     self._begin(message)
                 elif isinstance(message, OpenDisk | CopyBlocks | CancelCopies):
                     self._copies.follow(message)
-                else:
+                elif self._migrator is not None:
                     follow(message, self._migrator)
         except CollectiveError:
             # Rank 0 finds the rank at fault and ends, which ends the wait here. Beats show that this rank is alive.
@@ -198,15 +205,17 @@ class RankSteps:
 
     def _begin(self, step: Forward) -> None:
         self._beats.busy.set()
-        if step.placement_version != self._migrator.version:
+        if self._migrator is not None and step.placement_version != self._migrator.version:
             self._migrator.switch(step.placement_version)
         self._begin_step(StepRows(step.num_rows, step.num_logit_rows, step.only_decodes))
         self._in_flight.append(self._runner.launch(self._plans.decode(step.plan)))
 
     def _finish(self, step: Pending[StepResult]) -> None:
         result = step.result()
-        if outcome := self._migrator.outcome():
+        if self._migrator is not None and (outcome := self._migrator.outcome()):
             self._link.send(LayerLoaded(self._rank, outcome.version, outcome.error))
+        if not self._returns_results:
+            return
         if result.routing is not None:
             result.routing = bytes(result.routing)
         self._link.send(RankResult(self._rank, result))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moeserve.model.step_arrays import padded_size
 from moeserve.plan import StepPlan
@@ -85,6 +86,14 @@ class GroupSteps:
         """choice: for steps that are not captured. captured_sizes: ascending. Both are the same on all ranks."""
         self._choice, self._sizes = choice, tuple(captured_sizes)
 
+    def size_for(self, _: int | None) -> int | None:
+        """Return `decode_size`: each rank has rows of its own."""
+        return self.decode_size
+
+    def decoding(self, _: int) -> AbstractContextManager[None]:
+        """Return a context that does nothing: rows travel within the layers."""
+        return nullcontext()
+
     def begin(self, rows: StepRows) -> None:
         """Choose a captured size or the rows of each rank, from `rows` alone, so that all ranks choose alike."""
         size = rows.captured_size(self._sizes)
@@ -120,6 +129,41 @@ class GroupSteps:
 
     def wait_for_device(self) -> None:
         self._collectives.waits.wait_for_device()
+
+
+class Shared(Protocol):
+    """A part of the model whose other parts are on other ranks: `Pipe` or `RankPartners`."""
+
+    def begin_capture(self) -> None:
+        """Prepare for graphs, in which ranks exchange what they exchange within layers."""
+
+    def open(self) -> None:
+        """Exchange with the other ranks from now on."""
+
+    def decoding(self, size: int) -> AbstractContextManager[None]:
+        """See `decoding` of `moeserve.model.gpu.runner.Peers`."""
+
+
+class OnePlanSteps:
+    """Implements `moeserve.model.gpu.runner.Peers` for ranks that all compute the rows of one plan."""
+
+    def __init__(self, collectives: Collectives, shared: Shared) -> None:
+        self._shared = shared
+        self.recorded, self.replayed = collectives.recorded, collectives.replayed
+        self.wait_for, self.wait_for_device = collectives.waits.wait_for, collectives.waits.wait_for_device
+
+    def size_for(self, own: int | None) -> int | None:
+        """Return `own`: the plan is the same on all ranks."""
+        return own
+
+    def begin_alike(self, shape: StepShape) -> None:
+        """Do nothing: ranks compile each by itself."""
+
+    def begin_decodes(self, _: int) -> None:
+        self._shared.begin_capture()
+
+    def decoding(self, size: int) -> AbstractContextManager[None]:
+        return self._shared.decoding(size)
 
 
 def captures_decodes(shape: str, *, eager: bool, all_resident: bool) -> bool:

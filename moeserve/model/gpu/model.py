@@ -27,7 +27,7 @@ from moeserve.model.gpu.setup import (
     measure_steps,
     seconds_on_gpu,
 )
-from moeserve.model.kv_pool import KVPool, kv_block_bytes, kv_pool_bytes, window_demand
+from moeserve.model.kv_pool import KVPool, kv_block_bytes, window_demand
 from moeserve.model.sampler import SCORED_AT_ONCE
 from moeserve.model.spec import DecoderSpec, Progress, silent
 from moeserve.model.state_pool import StatePool, pools_by_layer
@@ -56,10 +56,10 @@ class GpuSettings:
     keeps_stored: bool = False
 
 
-def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> tuple[KvBudget, int]:
+def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> KvBudget:
     """Divide `memory` bytes between recurrent states, if there are any, and KV blocks.
 
-    Return the blocks and their bytes. Raise ConfigError if too few fit.
+    Raise ConfigError if too few blocks fit.
     """
     states, num_slots, num_snapshots = settings.states, 0, 0
     if states is not None:
@@ -76,8 +76,7 @@ def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memo
         max_model_len=settings.max_model_len,
         windows=window_demand(spec.kv_layers, size, kv_dtype, settings.max_num_seqs, settings.max_num_batched_tokens),
     )
-    kv = replace(kv, num_state_slots=num_slots, num_snapshots=num_snapshots)
-    return kv, kv_pool_bytes(spec.kv_layers, kv.num_blocks, kv.num_window_blocks, size, kv_dtype)
+    return replace(kv, num_state_slots=num_slots, num_snapshots=num_snapshots)
 
 
 def make_runner(
@@ -127,6 +126,7 @@ def make_runner(
         state_pool=state_pool,
         is_alone=peers is None,
         measured=measured,
+        samples=decoder.gives_logits,
     )
 
 

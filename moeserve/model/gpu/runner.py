@@ -6,7 +6,7 @@ plan are read: it takes the sampled tokens from the device.
 A replay costs one launch instead of hundreds. It uses the kernel variants of the captured size and pads the step's rows
 to it. All graphs share one memory pool, so the largest is captured first. With several ranks a graph contains the
 exchange of rows: all ranks capture the same sizes in the same order and replay the same size in the same step, even a
-rank without rows.
+rank without rows. Graphs of a stage lie between the rows that come and those that go: these travel beside replays.
 """
 
 from __future__ import annotations
@@ -98,11 +98,12 @@ class GpuModelRunner:
         state_pool: StatePool | None = None,
         is_alone: bool = True,
         measured: Sequence[tuple[int, float]] = (),
+        samples: bool = True,
     ) -> None:
         """computes: a decoder over `kv_pool` and `state_pool`, which is None without recurrent layers. decode: batches
         for decode steps; None launches every step's kernels (`--enforce-eager`). wait: among several ranks, a wait with
         a time limit. is_alone: no other rank computes its part of each step. measured: tokens and seconds of steps
-        with one prompt each, see `moeserve.scheduling.pacing.Pace`.
+        with one prompt each, see `moeserve.scheduling.pacing.Pace`. samples: see `ModelRunner`.
         """
         self._computes = computes
         self.kv_pool = kv_pool
@@ -113,6 +114,7 @@ class GpuModelRunner:
         self._wait = wait
         # A state that advanced cannot be computed again, nor can rows that other ranks have taken.
         self._can_repeat = is_alone and state_pool is None
+        self._samples = samples
         self._drawn: Tensor | None = None
 
     @torch.inference_mode()
@@ -164,11 +166,13 @@ class GpuModelRunner:
         scores_prompts = any(chunk.extras is not None and chunk.extras.prompt_targets for chunk in plan.chunks)
         if self.state_pool is not None:
             self.state_pool.begin(plan.chunks)
-        computed = self._forward(arrays, logit_rows, with_logits=not scores_prompts)
+        computed = self._forward(arrays, logit_rows, with_logits=self._samples and not scores_prompts)
         if self.state_pool is not None:
             self.state_pool.end(plan.chunks)
         routing = None if computed.routing is None else computed.routing.on_host()
         decoder = self._computes.decoder
+        if not self._samples:
+            return LaunchedStep(plan, None, _mark(decoder.device), self._wait, routing, begun=begun)
         sampled = sample_step(decoder, plan.chunks, places, computed.states, computed.logits, self._drawn)
         if sampled.drawn is not None:
             self._drawn = sampled.drawn.token_ids
@@ -183,7 +187,8 @@ class GpuModelRunner:
         size = None if self._decode is None else self._decode.size_of(arrays, len(logit_rows))
         if self._decode is not None and size is not None:
             return self._decode.run(arrays, self._drawn, size)
-        return self._computes(self._batches.make(arrays, logit_rows, self._drawn), with_logits=with_logits)
+        rows = logit_rows if self._samples else range(arrays.num_rows)
+        return self._computes(self._batches.make(arrays, rows, self._drawn), with_logits=with_logits)
 
     def _serve_others(self) -> Tensor:
         """Compute a step in which only other ranks have rows. If they replay a graph, replay it here with padding."""
@@ -272,24 +277,25 @@ class HeardDecoder:
             states = decoder.states(batch, self.kv_pools)
             ids = self._tap.take().joined()
             routing = None if ids is None else StepRouting(ids)
-        return Computed(states, decoder.logits(states) if with_logits else None, routing)
+        return Computed(states, decoder.logits(states) if with_logits and decoder.gives_logits else None, routing)
 
 
 class Peers(Protocol):
-    """The other ranks, which compute every step together with this one. All make the same calls in the same order.
+    """The other ranks, which compute every step together with this one. All make the same calls in the same order."""
 
-    decode_size: the size of the decode batch for the step that has begun, the same on all ranks; None if each rank
-    makes a batch for its own rows.
-    """
-
-    @property
-    def decode_size(self) -> int | None: ...
+    def size_for(self, own: int | None) -> int | None:
+        """Return the size of the decode batch for the step that has begun, the same on all ranks; None if each rank
+        makes a batch for its own rows. own: the size that suits this rank's rows.
+        """
 
     def begin_alike(self, shape: StepShape) -> None:
         """Begin a step that is not captured and has the same shape on every rank."""
 
     def begin_decodes(self, size: int) -> None:
         """Begin a step in the decode batches of `size` rows."""
+
+    def decoding(self, size: int) -> AbstractContextManager[None]:
+        """Return a context to compute or replay a decode batch of `size` rows in."""
 
     def recorded(self) -> AbstractContextManager[Traffic]:
         """Return a context to capture a graph in; it yields the graph's exchange of rows."""
@@ -336,17 +342,17 @@ class DecodeSteps:
 
     def size_of(self, arrays: StepArrays, num_logit_rows: int) -> int | None:
         """Return the size of the decode batch for a step; None if it needs a batch of its own. Ranks agree on it."""
-        if self._peers is not None:
-            return self._peers.decode_size
         is_decode = arrays.max_query_len == 1 and num_logit_rows == arrays.num_rows
-        return padded_size(arrays.num_rows, self._sizes) if is_decode else None
+        own = padded_size(arrays.num_rows, self._sizes) if is_decode else None
+        return own if self._peers is None else self._peers.size_for(own)
 
     def run(self, arrays: StepArrays, drawn: Tensor | None, size: int) -> Computed:
         """Compute a step of at most `size` chunks of one token. The next replay overwrites the returned tensors."""
         batch = self._batches[size]
         batch.load(arrays, drawn)
         captured = self._graphs.get(size)
-        computed = self._compute(batch) if captured is None else captured.replay()
+        with nullcontext() if self._peers is None else self._peers.decoding(size):
+            computed = self._compute(batch) if captured is None else captured.replay()
         return computed.of_first(arrays.num_rows)
 
     @torch.inference_mode()
@@ -391,7 +397,7 @@ class DecodeSteps:
         """Compute a batch into the lasting outputs, so that a graph keeps none of its own."""
         batch.update_works()
         computed, tensors = self._computes(batch.batch), self._tensors
-        assert computed.logits is not None
-        size = len(computed.states)
-        states, logits = tensors.states[:size].copy_(computed.states), tensors.logits[:size].copy_(computed.logits)
-        return Computed(states, logits, computed.routing)
+        size, logits = len(computed.states), computed.logits
+        if logits is not None:
+            logits = tensors.logits[:size].copy_(logits)
+        return Computed(tensors.states[:size].copy_(computed.states), logits, computed.routing)

@@ -62,12 +62,7 @@ def memories_of(rank: Rank) -> Memories:
 def files_for(rank: Rank, root: Path, fingerprint: str) -> BlockFiles:
     """Return the files of a rank's blocks, or of its part of them."""
     crc32 = fastest_crc32(native_kernels() if rank.model.device == "cpu" else None)
-    if not rank.model.layers:
-        return BlockFiles(root, fingerprint, crc32)
-    assert rank.collectives is not None
-    num_parts = len(rank.model.layers)
-    part = rank.collectives.rank * num_parts // rank.collectives.num_ranks
-    return BlockFiles(root, fingerprint, crc32, part, num_parts)
+    return BlockFiles(root, fingerprint, crc32, *rank.part)
 
 
 def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
