@@ -25,6 +25,8 @@ from torch.distributed import init_process_group
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from experts.errors import CollectiveError
+from experts.parallel.board import BOARD_BYTES, Board
+from kernels.cpu.library import native_kernels
 
 # Time to meet: ranks end loading at different times.
 _SECONDS_TO_MEET = 60
@@ -79,6 +81,8 @@ class Collectives:
         self.waits = DeviceWaits(self.device, 0.0)
         # Kept until they have been taken: their memory must not be used for anything else before.
         self._sent: deque[tuple[Any, Tensor]] = deque()
+        # For ranks of one machine, which all have it or none.
+        self._board: Board | None = None
         # Of torch.distributed; None stands for all ranks.
         self._process_group: Any = None
         self._parts: dict[int, Collectives] = {}
@@ -132,9 +136,12 @@ class Collectives:
             )
         except RuntimeError as error:
             raise CollectiveError(_first_line(error)) from error
-        for size, part in self._parts.items():
-            part._join(self._split(size), timeout)
         self.be_patient(timeout)
+        path = rendezvous if isinstance(rendezvous, Path) else None
+        self._board = self._open_board(path)
+        for size, part in self._parts.items():
+            of_part = None if path is None else path.with_name(f"{size}.{self.rank // size}.{path.name}")
+            part._join(self._split(size), timeout, of_part)
         # A thread of the batch class would wait for the end of a time slice of a rank that computes.
         if not (self._on_gpu or self._computes_meanwhile):
             # New threads are found by comparing: a thread has its name only once it runs.
@@ -149,9 +156,20 @@ class Collectives:
             raise CollectiveError(_first_line(error)) from error
         return groups[self.rank // size]
 
-    def _join(self, process_group: Any, timeout: float) -> None:
+    def _join(self, process_group: Any, timeout: float, path: Path | None) -> None:
         self._process_group = process_group
         self.be_patient(timeout)
+        self._board = self._open_board(path)
+
+    def _open_board(self, path: Path | None) -> Board | None:
+        """Open a board beside the file in which ranks of one machine meet; None where not all of them can have it."""
+        if path is None or self._on_gpu:
+            return None
+        board, kernels = None, native_kernels()
+        if kernels is not None:
+            with suppress(OSError):
+                board = Board(path.with_name(f"board.{path.name}"), self.rank, self.num_ranks, kernels)
+        return board if self.agree_on_least(board is not None) else None
 
     def be_patient(self, seconds: float) -> None:
         """Set the seconds that a rank waits for the others."""
@@ -173,12 +191,16 @@ class Collectives:
     def all_gather(self, rows: Tensor) -> Tensor:
         """Return the `rows` [N, ...] of all ranks, [num_ranks * N, ...] in rank order. N is the same on all ranks.
 
-        At the sizes of a step gloo's own all-gather takes longer than an all-to-all of copies.
+        Through gloo an all-to-all of copies takes less time than an all-gather, at the sizes of a step.
         """
-        if self._on_gpu:
+        has_board = self._board is not None and rows.nbytes <= BOARD_BYTES
+        if self._on_gpu or has_board:
             gathered = rows.new_empty((self.num_ranks * rows.shape[0], *rows.shape[1:]))
             with self._entered():
-                comm.all_gather_into_tensor(gathered, rows, group=self._process_group)
+                if self._board is not None and has_board:
+                    self._board.exchange(rows, 0, gathered, self.waits.seconds)
+                else:
+                    comm.all_gather_into_tensor(gathered, rows, group=self._process_group)
             self._count_bytes([rows.nbytes] * self.num_ranks)
             return gathered
         sizes = [rows.shape[0]] * self.num_ranks
@@ -192,12 +214,22 @@ class Collectives:
         also slower than this all-to-all.
         """
         num_rows = parts.shape[0] // self.num_ranks
-        sizes = [num_rows] * self.num_ranks
-        of_ranks = self.all_to_all(parts, sizes, sizes).view(self.num_ranks, num_rows, *parts.shape[1:])
+        of_ranks = self._exchange_parts(parts, num_rows).view(self.num_ranks, num_rows, *parts.shape[1:])
         total = of_ranks[0].float()
         for part in of_ranks[1:]:
             total = total.add_(part)
         return total
+
+    def _exchange_parts(self, parts: Tensor, num_rows: int) -> Tensor:
+        """Return the `num_rows` rows that each rank has for this one. All have as many."""
+        sizes = [num_rows] * self.num_ranks
+        if self._board is None or parts.nbytes > BOARD_BYTES:
+            return self.all_to_all(parts, sizes, sizes)
+        received, num_bytes = torch.empty_like(parts), parts.nbytes // self.num_ranks
+        with self._entered():
+            self._board.exchange(parts, self.rank * num_bytes, received, self.waits.seconds)
+        self._count_bytes([num_bytes] * self.num_ranks)
+        return received
 
     def send(self, rows: Tensor, to_rank: int) -> None:
         """Send `rows` to one rank, which calls `receive`. Return at once; nobody may write to the rows any more."""

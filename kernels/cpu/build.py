@@ -34,6 +34,7 @@ SOURCES = (
     "layers.cpp",
     "checksum.cpp",
     "team.cpp",
+    "board.cpp",
 )
 HEADERS = (
     "simd.h",
@@ -53,6 +54,7 @@ HEADERS = (
     "integer_tile.h",
     "pair_tile.h",
     "team.h",
+    "waiting.h",
 )
 # Where a product and a sum are rounded once the sources say so: the compiler would choose for each target anew.
 _FLAGS = ("-O3", "-std=gnu++17", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-pthread")

@@ -45,6 +45,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "gated_norm": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
     "norm_of_gated": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
     "crc32": (_P, _N, _N),
+    "exchange": (_P, _N, _N, _N, _N, _P, _N, _N, _N, _P, _N),
     "multiply_tiles": (_N, _N),
     "compute_alone": (),
     "count_threads_with": (_P,),
@@ -53,7 +54,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 # Those that return a number, and those that take microseconds: they keep the interpreter lock, since another thread may
 # hold it for longer than they compute.
-_COUNTING = ("experts", "layers", "foresee", "crc32")
+_COUNTING = ("experts", "layers", "foresee", "crc32", "exchange")
 _SHORT = ("foresee",)
 
 
@@ -91,6 +92,7 @@ class NativeKernels:
     gated_norm: Callable[..., None]
     norm_of_gated: Callable[..., None]
     crc32: Callable[[int, int, int], int]
+    exchange: Callable[..., int]
     multiply_tiles: Callable[[int, int], None]
     compute_alone: Callable[[], None]
     count_threads_with: Callable[[int], None]

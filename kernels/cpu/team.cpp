@@ -4,26 +4,19 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "waiting.h"
 
 namespace moeserve {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // A thread without a job waits so long awake, which bridges the gap to the next operation of a step, and then sleeps:
 // waking it takes tens of microseconds. It yields its core to any other thread.
 constexpr auto kAwake = std::chrono::microseconds(250);
-constexpr auto kWithoutYielding = std::chrono::microseconds(10);
 // The caller waits so long awake for the others' last parts, and then leaves its core to them.
 constexpr auto kCallerAwake = std::chrono::microseconds(50);
 
@@ -31,34 +24,12 @@ constexpr uint32_t kOpen = 1u << 31, kCallerSleeps = 1u << 30, kInside = kCaller
 constexpr int kMostThreads = 256;
 constexpr int64_t kPartsOfThread = 8;  // With n threads, each takes 1 / (8 n) of the remaining parts at once.
 
-void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
 
 void wake(std::atomic<uint32_t>& word, int most) {
   syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, most, nullptr, nullptr, 0);
-}
-
-// Waits until done(), but at most `longest`; returns whether it is done.
-template <typename Done>
-bool await(Done done, Clock::duration longest) {
-  const auto begin = Clock::now();
-  for (auto passed = Clock::duration::zero(); passed < longest; passed = Clock::now() - begin) {
-    for (int i = 0; i < 16; ++i) {
-      if (done()) return true;
-      relax();
-    }
-    if (passed > kWithoutYielding) sched_yield();
-  }
-  return done();
 }
 
 struct Job {
