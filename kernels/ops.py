@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.activation import Activation, sigmoid, softcap
 from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan
+from kernels.cpu.library import native_kernels
 from kernels.cpu.packing import WeightMemory, results_in_order
 from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule
 from kernels.linear import Linear, pack_linear
@@ -100,6 +101,9 @@ class Ops(Protocol):
     @property
     def wide_angles(self) -> bool: ...
 
+    def on_device(self, values: Tensor) -> Tensor:
+        """Return values on the device, a copy unless they are there already."""
+
     def pack_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Pack weight [N, K] and bias [N], on the device, for inputs of `dtype`."""
 
@@ -115,7 +119,7 @@ class Ops(Protocol):
     def pack_experts(
         self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
     ) -> Experts:
-        """Pack one layer's experts. `matrices_of` returns them one after the other, on any device."""
+        """Pack one layer's experts. `matrices_of` returns them, on any device; several threads may call it."""
 
     def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:
         """x [T, D] -> [T, D], a new tensor, or `out`, which may be x."""
@@ -264,6 +268,9 @@ class CpuOps:
         self._num_packers = num_packers
         self._memory = WeightMemory()
 
+    def on_device(self, values: Tensor) -> Tensor:
+        return values
+
     def pack_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         return pack_linear(
             weight, bias, dtype, arithmetic=self._arithmetic, narrow_rows=self._narrow_rows, take=self._memory.take
@@ -320,7 +327,7 @@ class CpuOps:
 
         packings = map(packing_of, range(num_experts))
         # A single expert is packed by all threads together.
-        num_packers = self._num_packers or torch.get_num_threads()
+        num_packers = 1 if native_kernels() is None else self._num_packers or torch.get_num_threads()
         packed = results_in_order(packings, num_packers) if num_experts > 1 else (pack() for pack in packings)
         for expert, room in enumerate(packed):
             experts.put(expert, room)

@@ -1,14 +1,16 @@
-"""GPUs that are elsewhere, by what their makers say of them (`gpus.json`)."""
+"""GPUs by what their makers say of them (`gpus.json`), for those that are elsewhere and for the budget of steps."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moeserve.config import ConfigError
-from moeserve.device import incapability
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.device import incapability, step_budget
 from moeserve.machine import Gpu
 
 _TABLE = Path(__file__).with_name("gpus.json")
@@ -33,6 +35,31 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
             f"{', '.join(table)}."
         )
     return (_gpu(name, table[name]),) * int(found[1] or 1)
+
+
+def gpu_of(name: str) -> Gpu | None:
+    """Return the GPU that a driver calls so (`NVIDIA A100-SXM4-80GB`); None if the table does not have it.
+
+    Where the name does not say which of several memories it has, it is the smallest.
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    if "laptop" in words:  # slower than the card of this name
+        return None
+    said = {"".join(words[first:end]) for first in range(len(words)) for end in range(first + 1, len(words) + 1)}
+    found = [gpu for gpu in all_gpus() if gpu.name.lower().rpartition("-")[0] in said]
+    exact = [gpu for gpu in found if f"{gpu.name.lower().rpartition('-')[2]}b" in said]
+    return min(exact or found, key=lambda gpu: gpu.total_bytes, default=None)
+
+
+def with_step_budget(config: ServeConfig, names: Sequence[str]) -> ServeConfig:
+    """Return the settings of a service on GPUs with the budget of steps of the first. names: as the driver calls them.
+
+    Nodes, whose GPUs may differ, keep the budget of a GPU that is not known.
+    """
+    gpu = gpu_of(names[0]) if names else None
+    if gpu is None or config.device != "cuda" or config.nnodes > 1:
+        return config
+    return replace(config, max_num_batched_tokens=step_budget(config, "cuda", gpu))
 
 
 def _named(wanted: str, table: dict[str, dict[str, Any]]) -> str | None:
@@ -61,4 +88,5 @@ def _gpu(name: str, facts: dict[str, Any]) -> Gpu:
         _SHARED_KIB[capability] * 1024,
         facts["gigabytes_per_second"] * 1e9,
         incapability(capability, needs_fp8=False),
+        facts["teraflops"] * 1e12,
     )

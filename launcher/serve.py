@@ -22,6 +22,7 @@ from rich.markup import escape
 
 from launcher.console import ProgressDisplay, ready_banner
 from launcher.gpu_choice import choose, run_probe
+from launcher.gpu_table import with_step_budget
 from launcher.kv_disk import said_of_disk, with_kv_disk
 from launcher.logs import LogStream
 from launcher.node_supervisor import NodeSupervisor
@@ -125,6 +126,7 @@ def run_first_node(
                 config = _on_chosen_device(config, on_gpu, model_dir, progress, errors)
             if config.device == "auto" and on_gpu is not None:
                 config = _on_each_node(config, model_dir, errors)
+        config = with_step_budget(config, gpu_names())
         if not config.num_frontends:
             config = replace(config, num_frontends=frontends_for(usable_cores(), config.max_num_seqs))
         with run_directory(os.environ) as directory, closing(progress), ExitStack() as stack:

@@ -170,8 +170,9 @@ class ServeConfig:
     )
     arithmetic: str = _model(
         "auto",
-        "How quantised weights multiply on a CPU: int8 rounds activations to 8 bits, exact keeps them in float32; auto "
-        "is int8.",
+        "How quantised weights multiply: on a CPU int8 rounds activations to 8 bits, exact keeps them in float32, and "
+        "auto is int8; on a GPU exact keeps activations as they are, and auto rounds them to FP8 where the checkpoint "
+        "says so and the GPU multiplies FP8.",
         choices=("auto", "int8", "exact"),
     )
     reproducible: bool = _model(
@@ -333,7 +334,7 @@ class ServeConfig:
     max_num_seqs: int = _memory(64, "Requests that run at once.", on_gpu=256, minimum=1)
     max_num_batched_tokens: int | None = _memory(
         None,
-        "Tokens per step and rank; unless given 256 on a CPU, 2048 in tiles (AMX) of one rank, 4096 on a GPU.",
+        "Tokens per step and rank; unless given 256 on a CPU, 2048 in tiles (AMX) of one rank, by its name on a GPU.",
         minimum=1,
     )
     max_num_queued_reqs: int = _memory(256, "Requests that may wait; one more is refused with 503.", minimum=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kernels.cpu.library import CPU_KERNELS, REPRODUCIBLE, computes_in_tiles
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
@@ -15,14 +15,20 @@ from radix_cache import least_window_blocks
 if TYPE_CHECKING:
     import torch
 
-
 # Settings that only a GPU honours.
 _OF_A_GPU = ("gpu_memory_utilization", "enforce_eager", "expert_compute")
 # The memory of graphs where none has been captured, an estimate: the allocations of a decode step, once for all sizes,
 # and the driver's copies of nodes.
 GRAPH_BYTES = 512 * 2**20
-# A prompt's chunk costs a GPU hardly more than a decode step: both read all experts.
+# Of a GPU that `launcher/gpus.json` does not know: a prompt's chunk costs it hardly more than a decode step, since both
+# read all experts.
 _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
+# The products of a GPU's largest step take so many times as long as reading the weights, which fill so much of it.
+_TIMES_THE_READING, _SHARE_OF_WEIGHTS = 4, 0.6
+# A token of Qwen3-30B-A3B has 3.3 billion weights; products attain about half of what the makers give.
+_FLOPS_PER_TOKEN, _ATTAINED = 2 * 3.3e9, 0.5
+# The least and the most tokens that this rule gives: twice the requests that run at once, and two of an H200's steps.
+_LIMITS_ON_GPU = (512, 8192)
 # Each of 128 experts, 8 for a token, gets 128 rows of so many tokens, which tiles (AMX) multiply at their rate. `Pace`
 # cuts steps that would take too long for the requests beside them.
 _TOKENS_IN_TILES = 2048
@@ -47,6 +53,19 @@ _BALANCED_TOKENS = 4096
 _BLOCKS_PER_WINDOW_BLOCK = (2, 4)
 # The memory left free beside weights and KV.
 RESERVE_BYTES = 512 * 2**20
+
+
+class GpuFacts(Protocol):
+    """What decides the size of a GPU's steps; see `moeserve.machine.Gpu`."""
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def bandwidth(self) -> float | None: ...
+
+    @property
+    def flops(self) -> float | None: ...
 
 
 def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None]) -> str:
@@ -119,6 +138,13 @@ def incapability(capability: tuple[int, int], needs_fp8: bool) -> str | None:
     return None
 
 
+def multiplies_fp8(device: torch.device) -> bool:
+    """Return whether a GPU has products of fp8; an H200, as which Triton's interpreter counts, has them."""
+    import torch
+
+    return device.type != "cuda" or incapability(torch.cuda.get_device_capability(device), needs_fp8=True) is None
+
+
 def _unsupported(config: ServeConfig) -> str | None:
     if config.dtype == "float32":
         for name in ("quantization", "kv_cache_dtype"):
@@ -128,8 +154,8 @@ def _unsupported(config: ServeConfig) -> str | None:
         return f"--kv-cache-dtype {config.kv_cache_dtype} is for a CPU; a GPU has fp8_e4m3"
     if config.weight_forms.others != "none":
         return f"--quantization {config.quantization} is for a CPU; a GPU rounds experts alone, as experts=int4"
-    if config.arithmetic != "auto":
-        return f"--arithmetic {config.arithmetic} is for a CPU"
+    if config.arithmetic == "int8":
+        return "--arithmetic int8 is for a CPU"
     if config.reproducible:
         return "--reproducible is for a CPU"
     if config.block_size & (config.block_size - 1):
@@ -150,10 +176,18 @@ def too_few_gpus(config: ServeConfig, num_gpus: int) -> str | None:
     return f"--device cuda: {num_here} ranks on a machine need a GPU each, and torch finds {num_gpus} here."
 
 
-def step_budget(config: ServeConfig, device: str = "cpu") -> int:
-    """Return the most tokens per step and rank. Several ranks, whose processors may differ, have steps of one size."""
+def step_budget(config: ServeConfig, device: str = "cpu", gpu: GpuFacts | None = None) -> int:
+    """Return the most tokens per step and rank. Several ranks, whose processors may differ, have steps of one size.
+
+    gpu: the one that computes, if it is known.
+    """
     in_tiles = device == "cpu" and config.num_ranks == 1 and computes_in_tiles()
     usual = _TOKENS_IN_TILES if in_tiles else _USUAL_TOKENS[device]
+    if gpu is not None and gpu.flops is not None and gpu.bandwidth is not None:
+        reading_s = _SHARE_OF_WEIGHTS * gpu.total_bytes / gpu.bandwidth
+        tokens = _TIMES_THE_READING * reading_s * _ATTAINED * gpu.flops / _FLOPS_PER_TOKEN
+        least, most = _LIMITS_ON_GPU
+        usual = max(least, min(most, 1 << int(tokens).bit_length() - 1))
     return config.max_num_batched_tokens or max(usual, config.max_num_seqs)
 
 

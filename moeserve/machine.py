@@ -34,7 +34,8 @@ _ROUNDS = 5
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """capability: compute capability. shared_bytes: the shared memory that a program may have. bandwidth: bytes per
-    second, read plus written; None if it was not measured. obstacle: why it cannot serve."""
+    second, read plus written; None if it was not measured. obstacle: why it cannot serve. flops: dense operations per
+    second on 16 bits with sums in 32; None if they are not known."""
 
     name: str
     total_bytes: int
@@ -43,6 +44,7 @@ class Gpu:
     shared_bytes: int
     bandwidth: float | None = None
     obstacle: str | None = None
+    flops: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

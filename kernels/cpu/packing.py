@@ -6,6 +6,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -66,18 +67,18 @@ def results_in_order(tasks: Iterable[Callable[[], ResultT]], num_threads: int) -
     The caller's thread takes the next tasks out of the iterable meanwhile, at most two ahead for each thread. The
     threads have ended when the iterator has, so that the process may be forked then.
     """
-    kernels = native_kernels()
-    if kernels is None or num_threads == 1:
+    if num_threads == 1:
         yield from (task() for task in tasks)
         return
-    inference = torch.is_inference_mode_enabled()
+    kernels, inference, device = native_kernels(), torch.is_inference_mode_enabled(), torch.get_default_device()
+    there = nullcontext() if device.type == "cpu" else device
 
     def compute(task: Callable[[], ResultT]) -> ResultT:
-        with torch.inference_mode(inference):
+        with torch.inference_mode(inference), there:
             return task()
 
     begun: deque[Future[ResultT]] = deque()
-    with ThreadPoolExecutor(num_threads, initializer=kernels.compute_alone) as pool:
+    with ThreadPoolExecutor(num_threads, initializer=None if kernels is None else kernels.compute_alone) as pool:
         for task in tasks:
             begun.append(pool.submit(compute, task))
             if len(begun) > 2 * num_threads:

@@ -33,10 +33,15 @@ _SCALE_POINTERS_PER_THREAD = 32
 
 @dataclass(frozen=True, slots=True)
 class WeightStorage:
-    """A stored format of weights. group_size: values along K that share a scale, for int4, else 0."""
+    """A stored format of weights. group_size: values along K that share a scale, for int4, else 0.
+
+    fp8_products: weights that a checkpoint has in FP8 in blocks of 128 columns multiply activations in fp8, which are
+    rounded by row and 128 columns; else they are widened. The stored bytes are the same.
+    """
 
     format: WeightFormat
     group_size: int = 0
+    fp8_products: bool = False
 
     def name(self) -> str:
         return f"{self.format}-g{self.group_size}" if self.group_size else self.format

@@ -202,14 +202,17 @@ class ExpertStorage:
 
     def __init__(self, shape: ExpertShape, storage: WeightStorage) -> None:
         """storage: a `packed` format leaves experts that a checkpoint has in numbers in `shape.dtype`."""
-        self._dtype, self._has_bias = shape.dtype, shape.has_bias
+        self._dtype, self._has_bias, self._fp8_products = shape.dtype, shape.has_bias, storage.fp8_products
         self._sizes = ((shape.gate_up_rows, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
         self.forms: tuple[PackedForm, PackedForm] | None = None
         if storage.format in PACKED:
             storage = WeightStorage(FORMAT_OF[shape.dtype])
             if is_kept_packed(shape) and shape.formats is not None:
                 up, down = zip(shape.formats, self._sizes, strict=True)
-                self.forms = packed_form(up[0], up[1][1]), packed_form(down[0], down[1][1])
+                self.forms = (
+                    packed_form(up[0], up[1][1], fp8_products=self._fp8_products),
+                    packed_form(down[0], down[1][1], fp8_products=self._fp8_products),
+                )
         self._storage = storage
 
     @property
@@ -250,7 +253,9 @@ class ExpertStorage:
         if self.forms is None:
             return store_weights(widened(matrix).to(device, self._dtype)[None].contiguous(), self._storage, bias)
         form = self.forms[place]
-        if not isinstance(matrix, QuantizedRows) or packed_form(matrix.format, matrix.depth) != form:
+        if not isinstance(matrix, QuantizedRows) or (
+            packed_form(matrix.format, matrix.depth, fp8_products=self._fp8_products) != form
+        ):
             raise ValueError(f"an expert is stored otherwise than in {form.name}")
         return StoredMatrix(pack_rows(matrix, device)[None], None, bias, form)
 

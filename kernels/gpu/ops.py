@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.activation import Activation, activate
+from kernels.cpu.packing import results_in_order
 from kernels.gpu import recurrent
 from kernels.gpu.attention import ExtendRun, PagedContext, Partials, Scoring, paged_attention
 from kernels.gpu.attention_config import PrefillConfig
@@ -28,10 +32,12 @@ from kernels.ops import AttentionContext, GatedBlock, HeadLinear, NormWeights, S
 from kernels.packed_experts import ExpertMatrices, Experts, ExpertShape
 from kernels.sampling import Draw
 from kernels.specs import GateSpec
-from kernels.transfer import to_device
+from kernels.transfer import Upload, to_device
 from kernels.weight_formats import Matrix, QuantizedRows
 
 _SIGN = 1 << 63
+_MOST_READERS = 8
+_BYTES_READ_AHEAD = 4 << 30
 
 
 @dataclass(slots=True)
@@ -59,8 +65,8 @@ class Sequences:
 class GpuOps:
     """`kernels.ops.Ops` on a GPU, or on a CPU under Triton's interpreter.
 
-    storage: the format of stored experts. moe: computes layers whose experts are all local; if None, every layer has a
-    dispatch of its own.
+    storage: the format of stored experts, and the products of all matrices in FP8. moe: computes layers whose experts
+    are all local; if None, every layer has a dispatch of its own.
     """
 
     keeps_narrow = False
@@ -73,17 +79,26 @@ class GpuOps:
     def __init__(self, device: torch.device, storage: WeightStorage, moe: TritonMoe | None = None) -> None:
         self.device = device
         self._storage, self._moe = storage, moe
+        self._upload = Upload(device) if device.type == "cuda" else None
+
+    def on_device(self, values: Tensor) -> Tensor:
+        return values if self._upload is None else self._upload(values)
+
+    def _rows_on_device(self, rows: QuantizedRows) -> QuantizedRows:
+        return QuantizedRows(rows.format, self.on_device(rows.data), rows.depth, rows.order)
 
     def pack_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Return a product of the vendor's matrix library, or of a kernel that unpacks a quantised weight."""
         if isinstance(weight, QuantizedRows):
-            return PackedLinear(weight, bias, dtype, self.device)
-        return TorchLinear(weight.to(self.device, dtype), bias)
+            return PackedLinear(
+                self._rows_on_device(weight), bias, dtype, self.device, fp8_products=self._storage.fp8_products
+            )
+        return TorchLinear(self.on_device(weight).to(dtype), bias)
 
     def pack_table(self, table: Matrix, dtype: torch.dtype) -> Table:
         if isinstance(table, QuantizedRows):
-            return PackedTable(table, dtype, self.device)
-        on_device = table.to(self.device, dtype)
+            return PackedTable(self._rows_on_device(table), dtype, self.device)
+        on_device = self.on_device(table).to(dtype)
         return lambda ids: on_device[ids]
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
@@ -98,14 +113,27 @@ class GpuOps:
     def pack_experts(
         self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
     ) -> GpuExperts:
-        """Store the experts, quantised on the device one expert at a time."""
+        """Store the experts, quantised on the device one expert at a time, while threads read the next ones."""
         storage = ExpertStorage(shape, self._storage)
         with torch.device(self.device):
             stored = [empty_weights(probe, num_experts, self.device) for probe in storage.probes()]
         experts = GpuExperts(stored[0], stored[1])
-        for expert in range(num_experts):
-            experts.copy_slot(expert, storage.store(matrices_of(expert), self.device))
+        reads = (partial(matrices_of, expert) for expert in range(num_experts))
+        for expert, matrices in enumerate(results_in_order(reads, self._num_readers(experts))):
+            gate_up, down = (self._matrix_on_device(matrix, storage) for matrix in matrices[:2])
+            experts.copy_slot(expert, storage.store((gate_up, down, *matrices[2:]), self.device))
         return experts
+
+    def _matrix_on_device(self, matrix: Matrix, storage: ExpertStorage) -> Matrix:
+        if isinstance(matrix, Tensor):
+            return self.on_device(matrix)
+        return matrix if storage.forms is None else self._rows_on_device(matrix)
+
+    def _num_readers(self, experts: GpuExperts) -> int:
+        """Return the number of threads that read experts, which hold a few of them in the host's memory."""
+        num_bytes = sum(field.nbytes for matrix in (experts.gate_up, experts.down) for field in matrix.fields())
+        fitting = _BYTES_READ_AHEAD * experts.gate_up.num_slots // max(1, 3 * num_bytes)
+        return max(1, min(_MOST_READERS, fitting, len(os.sched_getaffinity(0))))
 
     def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:
         if norm.bias is None:
@@ -235,7 +263,7 @@ class GpuOps:
         if not any(draw.temperature for draw in draws):
             return greedy(logits)
         device = self.device
-        filters = {}
+        filters: dict[str, Any] = {}
         if any(draw.filters for draw in draws):
             filters = {
                 "top_k": to_device(array("i", (draw.top_k for draw in draws)), device),

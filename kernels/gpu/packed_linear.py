@@ -24,11 +24,22 @@ _FEW_FP32, _MANY_FP32 = Tile(64, 0, 4, 4, 2), Tile(64, 0, 8, 4, 2)
 
 
 class PackedLinear(Linear):
-    """x [M, K] -> [M, N] with a weight [N, K] in the bits of its checkpoint, and a bias [N] or None."""
+    """x [M, K] -> [M, N] with a weight [N, K] in the bits of its checkpoint, and a bias [N] or None.
 
-    def __init__(self, rows: QuantizedRows, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> None:
+    fp8_products: see `kernels.gpu.moe_config.WeightStorage`.
+    """
+
+    def __init__(
+        self,
+        rows: QuantizedRows,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        fp8_products: bool = False,
+    ) -> None:
         num_rows, depth = rows.shape
-        self._form, self._dtype = packed_form(rows.format, depth), dtype
+        self._form, self._dtype = packed_form(rows.format, depth, fp8_products=fp8_products), dtype
         self._rows = pack_rows(rows, device)
         self._bias = None if bias is None else bias.to(device, dtype)
         self._order = None if rows.order is None else rows.order.to(device)

@@ -12,7 +12,6 @@ same way, in fewer bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -22,24 +21,30 @@ from torch import Tensor
 
 from kernels.gpu.moe_config import MAX_CHUNK
 from kernels.weight_codes import CODINGS, TABLES, CodedBlocks, Coding, coded
-from kernels.weight_formats import QuantizedRows, WeightFormat
+from kernels.weight_formats import FP8_BLOCK, QuantizedRows, WeightFormat
 
 _ALIGNMENT = 16  # Bytes; rows begin at multiples of it.
 _AT_ONCE = 1 << 25  # Weights that are packed at a time: codes take a few bytes each meanwhile.
 _WIDTHS = (64, 32, 16)  # Weights of a part, the most that divide a row.
+_FP8_MAX = tl.constexpr(448.0)  # the greatest number of e4m3
+# The greatest number of a group counts as no less, so that zeros can be divided by its scale.
+_LEAST_MAXIMUM = tl.constexpr(1e-10)
 _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "e8m0": 1, "e4m3": 1, "uint4": 1, "uint6": 1, "int8": 1}
 _TYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32, "int8": tl.int8}
 
 
-@dataclass(frozen=True)
-class PackedForm:
+class PackedForm(str):
     """Where the numbers of a row of `depth` weights in a format lie; an argument of kernels that they are compiled for.
 
-    name: of the format. Offsets are in bytes from the start of a row.
+    name: of the format. in_fp8: products are of floats of 8 bits, to which activations are rounded. Offsets are in
+    bytes from the start of a row. It is a string because Triton writes constants of kernels as JSON.
     """
 
-    name: str
-    depth: int
+    def __new__(cls, name: str, depth: int, in_fp8: bool = False) -> PackedForm:
+        return super().__new__(cls, f"{name}:{depth}:fp8" if in_fp8 else f"{name}:{depth}")
+
+    def __init__(self, name: str, depth: int, in_fp8: bool = False) -> None:
+        self.name, self.depth, self.in_fp8 = name, depth, in_fp8
 
     @property
     def coding(self) -> Coding:
@@ -47,7 +52,7 @@ class PackedForm:
 
     def mangle(self) -> str:
         """Return the name of this constant in a compiled kernel's name."""
-        return f"{self.name}_{self.depth}"
+        return f"{self.name}_{self.depth}{'_fp8' * self.in_fp8}"
 
     @cached_property
     def low_bits(self) -> int:
@@ -134,10 +139,20 @@ class PackedForm:
         return tl.pointer_type(_TYPES[self.coding.whole])
 
 
-def packed_form(form: WeightFormat, depth: int) -> PackedForm:
-    """Return the form of rows of `depth` weights in a format. Raise ValueError unless they are whole blocks."""
+def packed_form(form: WeightFormat, depth: int, *, fp8_products: bool = False) -> PackedForm:
+    """Return the form of rows of `depth` weights in a format. Raise ValueError unless they are whole blocks.
+
+    fp8_products: see `kernels.gpu.moe_config.WeightStorage`.
+    """
     form.row_bytes(depth)
-    return PackedForm(form.name, depth)
+    return PackedForm(form.name, depth, fp8_products and form == FP8_BLOCK)
+
+
+def rounded_to_fp8(x: Tensor) -> Tensor:
+    """Round rows [M, K] as products in fp8 do: to e4m3, each 128 columns of a row by a scale of their own; fp32."""
+    groups = x.float().unflatten(1, (-1, FP8_BLOCK.block))
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=_LEAST_MAXIMUM.value) / _FP8_MAX.value
+    return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)
 
 
 def pack_rows(rows: QuantizedRows, device: torch.device) -> Tensor:
@@ -200,22 +215,51 @@ def multiply_packed(
     """
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_v = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    PARTS: tl.constexpr = FORM.parts
-    WIDTH: tl.constexpr = FORM.width
-    for chunk in range(0, FORM.chunks):
-        low = _load_low(w_rows, chunk, FORM)
-        low_v = low
-        if TWO:
-            low_v = _load_low(v_rows, chunk, FORM)
-        for part in tl.static_range(PARTS):
-            column = (chunk * PARTS + part) * WIDTH + tl.arange(0, WIDTH)
-            a = tl.load(a_rows[:, None] + column[None, :])
-            w = _unpack_part(w_rows, low, chunk, part, FORM, a.dtype)
-            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+    if FORM.in_fp8:
+        acc, acc_v = _multiply_in_fp8(acc, acc_v, a_rows, w_rows, v_rows, FORM, TWO)
+    else:
+        PARTS: tl.constexpr = FORM.parts
+        WIDTH: tl.constexpr = FORM.width
+        for chunk in range(0, FORM.chunks):
+            low = _load_low(w_rows, chunk, FORM)
+            low_v = low
             if TWO:
-                v = _unpack_part(v_rows, low_v, chunk, part, FORM, a.dtype)
-                acc_v = tl.dot(a, tl.trans(v), acc_v, input_precision="ieee")
+                low_v = _load_low(v_rows, chunk, FORM)
+            for part in tl.static_range(PARTS):
+                column = (chunk * PARTS + part) * WIDTH + tl.arange(0, WIDTH)
+                a = tl.load(a_rows[:, None] + column[None, :])
+                w = _unpack_part(w_rows, low, chunk, part, FORM, a.dtype)
+                acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+                if TWO:
+                    v = _unpack_part(v_rows, low_v, chunk, part, FORM, a.dtype)
+                    acc_v = tl.dot(a, tl.trans(v), acc_v, input_precision="ieee")
     return acc, acc_v
+
+
+@triton.jit
+def _multiply_in_fp8(acc, acc_v, a_rows, w_rows, v_rows, FORM: tl.constexpr, TWO: tl.constexpr):
+    """Do as `multiply_packed` with e4m3 of both sides, and add the sums to `acc` and `acc_v`.
+
+    Each group of a row of a is rounded by its greatest number, as `rounded_to_fp8` does. The tensor cores sum within a
+    group, Hopper's with fewer bits than fp32; sums of groups are scaled and added in fp32.
+    """
+    GROUP: tl.constexpr = FORM.group
+    for group in range(0, FORM.depth // GROUP):
+        column = group * GROUP + tl.arange(0, GROUP)
+        a = tl.load(a_rows[:, None] + column[None, :]).to(tl.float32)
+        scale = tl.maximum(tl.max(tl.abs(a), 1), _LEAST_MAXIMUM) / _FP8_MAX
+        a = (a / scale[:, None]).to(tl.float8e4nv)
+        acc += _group_in_fp8(a, w_rows, column, group, FORM) * scale[:, None]
+        if TWO:
+            acc_v += _group_in_fp8(a, v_rows, column, group, FORM) * scale[:, None]
+    return acc, acc_v
+
+
+@triton.jit
+def _group_in_fp8(a, rows, column, group, FORM: tl.constexpr):
+    """Return products of a [M, G] in e4m3 with a group of packed rows [N], by the rows' scales: fp32 [M, N]."""
+    w = tl.load(rows[None, :] + column[:, None]).to(tl.float8e4nv, bitcast=True)
+    return tl.dot(a, w) * tl.load((rows + FORM.scale_at).to(FORM.scale_pointer) + group)[None, :]
 
 
 @triton.jit

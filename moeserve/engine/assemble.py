@@ -303,7 +303,7 @@ def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:
     if rounding.is_none:
         return name
     if plan.device == "cuda":
-        return f"{name}, weights {rounding.name}"
+        return f"{name}, weights {rounding.name}{', products of fp8' if rounding.fp8_products else ''}"
     activations = "int8 within products" if rounding.rounds_rows else "bfloat16 within products" if narrow else "exact"
     return f"{name}, weights {rounding.name}, activations {activations}"
 

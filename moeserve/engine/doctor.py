@@ -445,7 +445,7 @@ def kv_on_gpu(spec: DecoderSpec, gpu: Gpu, weights: int, config: ServeConfig) ->
     memory, kv_dtype = _free_on_gpu(gpu, weights, config), _gpu_kv_dtype(config)
     if not memory:
         return None
-    num_tokens = step_budget(config, "cuda")
+    num_tokens = step_budget(config, "cuda", gpu)
     return share_kv(
         min(memory, config.kv_cache_memory or memory),
         block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype),

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 
 from experts.observer import AnyObserver
 from experts.routing.tap import RoutingTap
 from kernels.activation import Activation
 from kernels.cpu.library import native_kernels_absence
+from kernels.gpu.compile_ahead import compile_ahead
 from kernels.gpu.device import multiprocessor_of
 from kernels.gpu.moe import TritonMoe
 from kernels.gpu.moe_weights import ExpertStorage, GpuExperts
@@ -50,6 +52,7 @@ from moeserve.model.gpu.model import (
     compute_largest_step,
     forget_peak,
     free_for_kv,
+    kernels_to_launch,
     kv_blocks,
     make_runner,
     measure_graphs,
@@ -72,6 +75,9 @@ _SHARE_FOR_EXPERTS = 0.8
 # The seconds that ranks wait for each other while they compile.
 _SECONDS_TO_COMPILE = 600.0
 _MANY = 2**62  # blocks or states, where a rank has no layer that needs them
+_SECONDS_BETWEEN_LINES = 5.0
+
+log = structlog.get_logger(__name__)
 
 
 def gpu_settings(config: ServeConfig, states: StateDemand | None, *, keeps_stored: bool = False) -> GpuSettings:
@@ -175,7 +181,8 @@ class GpuBody:
         whole, spec = spec, spec if shared is None else shared.part
         self._spec, self._dtype, self._device = spec, dtype, device
         self.depth = shared.num_stages - 1 if isinstance(shared, Pipe) else 1
-        self._storage = storage = expert_storage(spec, dtype, settings.expert_form, shapes)
+        storage = expert_storage(spec, dtype, settings.expert_form, shapes)
+        self._storage = storage = replace(storage, fp8_products=rounding.fp8_products)
         multiprocessor = multiprocessor_of(device)
         check_shared_memory(
             spec, storage, attention_shape(spec, settings.block_size, dtype, multiprocessor, settings.kv_dtype)
@@ -259,7 +266,7 @@ class GpuBody:
         return experts.gate_up.form, experts.down.form
 
     def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
-        """Compute the largest step, allocate the memory that is left for KV, and compile all kernels.
+        """Compile all kernels, compute the largest step, and allocate the memory that is left for KV.
 
         All ranks allocate as much as the rank with the least memory left. Raise ConfigError if none is left.
         """
@@ -269,6 +276,12 @@ class GpuBody:
         if shared is not None and collectives is not None:
             peers = OnePlanSteps(collectives, shared)
             collectives.be_patient(_SECONDS_TO_COMPILE)
+        if self._device.type == "cuda" and collectives is None and self.resident is None:
+            # With other ranks, and with experts outside of this memory, the host reads what kernels have computed.
+            failures = compile_ahead(kernels_to_launch(decoder, settings, self._configs), _Compiling(self._told))
+            if failures:
+                log.warning("kernels_not_compiled_ahead", failures=failures)
+            self._passed("compile_s")
         self._told("computing the largest step", 0, 0)
         compute_largest_step(decoder, settings, alone if peers is None else peers.begin_alike)
         weights_bytes = self._weights_bytes
@@ -325,6 +338,20 @@ def _least_of_all(kv: KvBudget, part: DecoderSpec, collectives: Collectives) -> 
 def _stored(experts: Experts) -> GpuExperts:
     assert isinstance(experts, GpuExperts)
     return experts
+
+
+class _Compiling:
+    """Tells how many kernels are compiled, and writes it to the log every few seconds."""
+
+    def __init__(self, told: StageProgress) -> None:
+        self._told, self._next_line = told, 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        self._told("compiling kernels", done, total)
+        now = time.monotonic()
+        if done == total or now >= self._next_line:
+            self._next_line = now + _SECONDS_BETWEEN_LINES
+            log.info("compiling_kernels", done=done, total=total)
 
 
 def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:

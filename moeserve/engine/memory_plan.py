@@ -15,7 +15,17 @@ from kernels.cpu.panels import LANES
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, LayerPackings
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
-from moeserve.device import KvBudget, StateDemand, available_bytes, choose_device, cuda_absence, plan_kv, step_budget
+from moeserve.device import (
+    KvBudget,
+    StateDemand,
+    available_bytes,
+    choose_device,
+    cuda_absence,
+    current_gpu,
+    multiplies_fp8,
+    plan_kv,
+    step_budget,
+)
 from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.engine.experts.settings import plan_placement, read_statistics
 from moeserve.engine.kv.disk.files import AUTO
@@ -188,7 +198,7 @@ def _plan_on_gpu(
     if config.tensor_parallel_size > 1:
         check_shards(spec, config.tensor_parallel_size)
         placement = placement or shards_placement(spec, config)
-    rounding = rounding_on_gpu(spec, index)
+    rounding = rounding_on_gpu(spec, index, fp8_products=_fp8_products(spec, dtype, config))
     return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device="cuda", rounding=rounding, layers=layers)
 
 
@@ -452,7 +462,10 @@ def plan_from_rank_0(
     device = choose_device(config, cuda_absence)
     spec, dtype = read_any_spec(directory, config, device)
     index = read_index(directory)
-    rounding = rounding_of(config, spec, index) if device == "cpu" else rounding_on_gpu(spec, index)
+    if device == "cpu":
+        rounding = rounding_of(config, spec, index)
+    else:
+        rounding = rounding_on_gpu(spec, index, fp8_products=_fp8_products(spec, dtype, config))
     residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype, rounding)
     return ModelPlan(spec, dtype, kv, 0, placement, residency, device, rounding, layers=layers)
 
@@ -656,10 +669,16 @@ def _refuse_other_bits(config: ServeConfig, spec: ModelSpec) -> None:
         raise ConfigError(f"--reproducible: torch computes attention whose heads are no multiple of {LANES} wide.")
 
 
-def rounding_on_gpu(spec: ModelSpec, index: Mapping[str, TensorInfo]) -> Rounding:
+def rounding_on_gpu(spec: ModelSpec, index: Mapping[str, TensorInfo], *, fp8_products: bool = False) -> Rounding:
     """Return how a GPU keeps the weights: in the checkpoint's own bits. `--quantization` is not part of it."""
-    stored = _stored_formats(spec, index)
-    return Rounding(arithmetic="exact", keeps_stored=bool(stored), stored=tuple(sorted(stored)))
+    stored = tuple(sorted(_stored_formats(spec, index)))
+    return Rounding(arithmetic="exact", keeps_stored=bool(stored), stored=stored, fp8_products=fp8_products)
+
+
+def _fp8_products(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> bool:
+    """Return whether this GPU multiplies weights in FP8 by activations in FP8, as the makers of a model round them."""
+    rounds = spec.quantization is not None and spec.quantization.rounds_rows and config.arithmetic == "auto"
+    return rounds and dtype != torch.float32 and multiplies_fp8(current_gpu())
 
 
 def _stored_formats(spec: ModelSpec, index: Mapping[str, TensorInfo]) -> set[str]:

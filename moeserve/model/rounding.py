@@ -73,7 +73,7 @@ class Rounding:
     None keeps the numbers of the checkpoint, in its own bits where `keeps_stored` and no width is given. arithmetic: of
     all products with quantised weights. stored: the names of the checkpoint's own formats, for people. narrow: matrices
     that are not quantised are kept in bfloat16, gates excepted, and rows are rounded to bfloat16 for their products and
-    those with floats of 8 bits.
+    those with floats of 8 bits. fp8_products: on a GPU, see `kernels.gpu.moe_config.WeightStorage`.
     """
 
     matrices: Width | None = None
@@ -82,6 +82,7 @@ class Rounding:
     keeps_stored: bool = False
     stored: tuple[str, ...] = ()
     narrow: bool = False
+    fp8_products: bool = False
 
     @staticmethod
     def named(quantization: str, arithmetic: str) -> Rounding:

@@ -460,8 +460,9 @@ class QuantizationSpec:
     """Compressed weights of a checkpoint.
 
     block: rows and columns that share one scale, of mxfp4 and fp8, and of matrices in blocks of other kinds. form: the
-    dtype of most matrices that consist of several tensors. widths: usual bits of codes in words of 32 bits, each with
-    the columns that share a scale, 0 if they are not told. zeros_less_one, has_order: of GPTQ; see
+    dtype of most matrices that consist of several tensors. rounds_rows: the makers round activations to fp8 as they
+    come, by row and as many columns as share a scale of the weights. widths: usual bits of codes in words of 32 bits,
+    each with the columns that share a scale, 0 if they are not told. zeros_less_one, has_order: of GPTQ; see
     `moeserve.model.packed.parts`.
     """
 
@@ -469,6 +470,7 @@ class QuantizationSpec:
     block: tuple[int, int] = (1, 1)
     form: str = ""
     widths: tuple[tuple[int, int], ...] = ()
+    rounds_rows: bool = False
     zeros_less_one: bool = False
     has_order: bool = False
 

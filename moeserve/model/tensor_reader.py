@@ -1,7 +1,8 @@
-"""Reads planned tensors one at a time, from safetensors or GGUF files, expands compressed ones, and converts them."""
+"""Reads planned tensors from safetensors or GGUF files, expands compressed ones, and converts them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +32,7 @@ _MOST_BEHIND = 4
 
 
 class TensorReader:
-    """Context manager over the files of one checkpoint.
+    """Context manager over the files of one checkpoint, from which several threads may read.
 
     total_bytes: of all tensors that will be read, for `progress`. forgets: pages of quantised tensors in GGUF files
     leave memory behind the reader, so that the next weights find some: where it is full, the kernel may drop pages that
@@ -55,6 +56,7 @@ class TensorReader:
         self._progress = progress
         self._done = 0
         self._files: dict[Path, Any] = {}
+        self._lock = threading.Lock()  # of all that changes while tensors are read
 
     def __enter__(self) -> TensorReader:
         return self
@@ -171,12 +173,13 @@ class TensorReader:
         """
         from moeserve.model.gguf.tensors import forget_pages  # As above.
 
-        for earlier, length in self._behind.values():
-            forget_pages(earlier, length)
-        self._behind.pop(name, None)
-        self._behind[name] = part, num_bytes
-        while len(self._behind) > _MOST_BEHIND:
-            del self._behind[next(iter(self._behind))]
+        with self._lock:
+            for earlier, length in self._behind.values():
+                forget_pages(earlier, length)
+            self._behind.pop(name, None)
+            self._behind[name] = part, num_bytes
+            while len(self._behind) > _MOST_BEHIND:
+                del self._behind[next(iter(self._behind))]
 
     def _read_fp8_into(self, stored: StoredTensor, expert: int | None, out: Tensor) -> bool:
         """Fill `out` with the numbers of a matrix in FP8, or of one expert of it. Return False for any other tensor."""
@@ -223,19 +226,21 @@ class TensorReader:
 
     def _call(self, name: str, path: Path, read: Callable[[Any], Tensor]) -> Tensor:
         try:
-            file = self._files.get(path)
-            if file is None:
-                while len(self._files) >= _MAX_OPEN_FILES:
-                    del self._files[next(iter(self._files))]
-                file = self._files[path] = safe_open(path, framework="pt")
+            with self._lock:
+                file = self._files.get(path)
+                if file is None:
+                    while len(self._files) >= _MAX_OPEN_FILES:
+                        del self._files[next(iter(self._files))]
+                    file = self._files[path] = safe_open(path, framework="pt")
             return read(file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{name} cannot be read from {path.name}: {error}.") from error
 
     def _advance(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+        with self._lock:
+            self._done += num_bytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
 
 
 def _places(cut: Cut, part: range) -> tuple[slice, ...]:

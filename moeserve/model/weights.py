@@ -381,7 +381,7 @@ class _Loader:
                 raise CheckpointError(f"{of_gate} orders its columns otherwise than {of_up}.")
             return self._pack_gated(tensors, firsts, down, joined, parts[-1])
         dtype = self._kept_dtype([tensors[key] for key in keys], self._dtype, firsts[0])
-        gate_up = self._reader.read_rows([tensors[key] for key in firsts], dtype).to(self._ops.device)
+        gate_up = self._ops.on_device(self._reader.read_rows([tensors[key] for key in firsts], dtype))
         second = self._tensor(tensors[down], dtype)
         rounding = self._rounding if self._rounding.format_of("down", second.shape[1]) else NO_ROUNDING
         first = rounding.apply(gate_up, "gate")
@@ -442,18 +442,18 @@ class _Loader:
         return self._tensor(stored)
 
     def _tensor(self, stored: StoredTensor, dtype: torch.dtype | None = None) -> Tensor:
-        return self._reader.read(stored, dtype or self._dtype).to(self._ops.device)
+        return self._ops.on_device(self._reader.read(stored, dtype or self._dtype))
 
     def _optional(self, tensors: Tensors, key: str, dtype: torch.dtype | None = None) -> Tensor | None:
         return self._tensor(tensors[key], dtype) if key in tensors else None
 
     def _rows(self, parts: Sequence[StoredTensor], dtype: torch.dtype, key: str) -> Tensor:
         """Return the weights of the projection ``key``, which computes in ``dtype``, one below the other."""
-        return self._reader.read_rows(parts, self._kept_dtype(parts, dtype, key)).to(self._ops.device)
+        return self._ops.on_device(self._reader.read_rows(parts, self._kept_dtype(parts, dtype, key)))
 
     def _biases(self, tensors: Tensors, keys: Sequence[str], dtype: torch.dtype) -> Tensor | None:
         found = self._reader.read_biases(tensors, keys, dtype)
-        return None if found is None else found.to(self._ops.device)
+        return None if found is None else self._ops.on_device(found)
 
     def _kept_dtype(self, parts: Sequence[StoredTensor], dtype: torch.dtype, key: str) -> torch.dtype:
         """Return bfloat16 if products in float32 read such weights as they are, else ``dtype``."""

@@ -27,6 +27,7 @@ FOREIGN_ATTRIBUTES = {
     "decoder",
     "environ",
     "forward",
+    "jit_cache_hook",
     "keywords",
     "normalizer",
     "post_processor",

@@ -30,7 +30,7 @@ def test_kernels_agree_with_their_references(gpu: torch.device) -> None:
     from moeserve.engine.gpu_check.check import run_checks
 
     found = list(run_checks(lambda name: "tiny" not in name))
-    assert len(found) == 8
+    assert len(found) == 9
     assert [check.name for check in found if check.fault] == []
 
 

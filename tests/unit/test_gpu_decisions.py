@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
+from launcher.gpu_table import all_gpus, gpu_of, with_step_budget
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import choose_device, incapability, kv_memory, step_budget, too_few_gpus
 from moeserve.model.step_arrays import ExtendLimits, capture_sizes, padded_size, share_prompts, step_arrays
@@ -99,7 +101,7 @@ def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:
         ({"quantization": "experts=int8", "dtype": "float32"}, None, "--quantization is for 16 bits"),
         ({"quantization": "int8"}, None, "--quantization int8 is for a CPU; a GPU rounds experts alone"),
         ({"quantization": "int8,experts=fp8"}, None, "a GPU rounds experts alone, as experts=int4"),
-        ({"arithmetic": "exact"}, None, "--arithmetic exact is for a CPU"),
+        ({"arithmetic": "int8"}, None, "--arithmetic int8 is for a CPU"),
         ({"kv_cache_dtype": "fp8_e4m3", "dtype": "float32"}, None, "--kv-cache-dtype is for 16 bits"),
         ({"kv_cache_dtype": "int8"}, None, "--kv-cache-dtype int8 is for a CPU"),
         ({"reproducible": True}, None, "--reproducible is for a CPU"),
@@ -134,6 +136,59 @@ def test_steps_on_a_gpu_are_larger_unless_said_otherwise(monkeypatch: pytest.Mon
     monkeypatch.setattr("moeserve.device.computes_in_tiles", lambda: False)
     assert (step_budget(ServeConfig()), step_budget(ServeConfig(), "cuda")) == (256, 4096)
     assert step_budget(ServeConfig(max_num_batched_tokens=100), "cuda") == 100
+
+
+def test_products_of_a_gpus_largest_step_take_a_few_times_as_long_as_reading_its_weights() -> None:
+    config = ServeConfig(device="cuda")
+    assert {gpu.name: step_budget(config, "cuda", gpu) for gpu in all_gpus() if gpu.obstacle is None} == {
+        "A10-24G": 512,
+        "A100-40G": 1024,
+        "A100-80G": 2048,
+        "A6000-48G": 1024,
+        "B200-180G": 8192,
+        "H100-80G": 4096,
+        "H20-96G": 512,
+        "H200-141G": 4096,
+        "L4-24G": 1024,
+        "L40S-48G": 2048,
+        "RTX3090-24G": 512,
+        "RTX4090-24G": 512,
+        "RTX5090-32G": 512,
+        "RTXPRO6000-96G": 4096,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80G"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40G"),
+        ("NVIDIA A10", "A10-24G"),
+        ("NVIDIA A10G", None),
+        ("NVIDIA L4", "L4-24G"),
+        ("NVIDIA L40S", "L40S-48G"),
+        ("NVIDIA H100 80GB HBM3", "H100-80G"),
+        ("NVIDIA H200", "H200-141G"),
+        ("NVIDIA RTX A6000", "A6000-48G"),
+        ("NVIDIA GeForce RTX 3090", "RTX3090-24G"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTXPRO6000-96G"),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_its_driver_has_for_it(name: str, found: str | None) -> None:
+    gpu = gpu_of(name)
+    assert (gpu and gpu.name) == found
+
+
+def test_a_service_has_the_steps_of_its_gpu_unless_told_or_on_several_nodes() -> None:
+    config, names = ServeConfig(device="cuda"), ["NVIDIA GeForce RTX 4090"]
+    assert with_step_budget(config, names).max_num_batched_tokens == 512
+    assert with_step_budget(replace(config, max_num_seqs=1000), names).max_num_batched_tokens == 1000
+    assert with_step_budget(replace(config, max_num_batched_tokens=64), names).max_num_batched_tokens == 64
+    for other in (replace(config, device="cpu"), replace(config, nnodes=2, expert_parallel_size=2)):
+        assert with_step_budget(other, names) == other
+    assert with_step_budget(config, ["NVIDIA A10G"]) == with_step_budget(config, []) == config
 
 
 def test_steps_of_one_rank_are_larger_on_a_processor_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,13 @@ from kernels.gpu.moe_config import MoeConfigs, MoeShape
 from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.gpu.norm import rms_norm
+from kernels.gpu.packed_linear import PackedLinear
+from kernels.gpu.packed_rows import rounded_to_fp8
 from kernels.gpu.sampling import greedy
 from kernels.norm import rms_norm_reference
 from kernels.specs import GateSpec
+from kernels.weight_formats import rows_of_fp8
+from moeserve.device import multiplies_fp8
 
 # The relative error that rounding to bfloat16 explains.
 TOLERANCE = 2e-2
@@ -45,6 +49,8 @@ def comparisons(device: torch.device) -> Iterator[tuple[str, Compare]]:
     yield "long prompts", partial(_prefill, normal, (70, 9), SHORT_QUERIES + 1)
     for num_tokens in (1, 48):
         yield f"experts, {num_tokens} tokens", partial(_experts, normal, num_tokens)
+    if multiplies_fp8(device):
+        yield "products of FP8", partial(_in_fp8, normal)
     yield "norms", partial(_norm, normal)
     yield "greedy tokens", partial(_greedy, normal)
 
@@ -137,6 +143,13 @@ def _experts(normal: Normal, num_tokens: int) -> float:
     space = MoeWorkspace.allocate(num_tokens, _TOP_K, _EXPERTS, _HIDDEN, _WIDTH, _BF16, x.device)
     found = moe_experts(x, ids, weights, experts, Activation(), configs(num_tokens), space)
     return _error(found, moe_experts_reference(x, ids, weights, experts, Activation()))
+
+
+def _in_fp8(normal: Normal) -> float:
+    x, weight = normal(3, _HIDDEN), normal(_WIDTH, _HIDDEN)
+    rows = rows_of_fp8(weight.cpu().to(torch.float8_e4m3fn), torch.full((_WIDTH, 1), 0.5))
+    found = PackedLinear(rows, None, _BF16, x.device, fp8_products=True)(x)
+    return _error(found, rounded_to_fp8(x) @ rows.dequantise().T.to(x.device))
 
 
 def _norm(normal: Normal) -> float:

@@ -1,7 +1,7 @@
 """Make a runner on a GPU from a decoder.
 
-Compute the largest step once, plan KV memory from the memory that is left, compile all kernels, and capture the decode
-steps.
+Compile all kernels, compute the largest step once, plan KV memory from the memory that is left, launch all kernels, and
+capture the decode steps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from experts.routing.tap import RoutingTap
+from kernels.gpu.compile_ahead import caught_launches
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.device import KvBudget, StateDemand, kv_memory, share_kv
 from moeserve.model.decoder import Decoder, KvPools
@@ -21,6 +22,7 @@ from moeserve.model.gpu.setup import (
     BeginStep,
     StepLimits,
     alone,
+    blank_arrays,
     launch_all_variants,
     launch_blank_step,
     launch_variants,
@@ -88,10 +90,10 @@ def make_runner(
     tap: RoutingTap | None = None,
     told: Progress = silent,
 ) -> GpuModelRunner:
-    """Allocate the KV memory; on a GPU compile all kernels and, unless eager, capture the decode steps.
+    """Allocate the KV memory; on a GPU launch all kernels and, unless eager, capture the decode steps.
 
     configs: the kernel configurations of the decoder's experts. peers: the other ranks, which must do the same at the
-    same time. tap: observes the decoder's gates. told: hears what is compiled and captured.
+    same time. tap: observes the decoder's gates. told: hears what is launched and captured.
     """
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
     kv_dtype = settings.kv_dtype or dtype
@@ -128,6 +130,27 @@ def make_runner(
         measured=measured,
         samples=decoder.gives_logits,
     )
+
+
+@torch.inference_mode()
+def kernels_to_launch(decoder: Decoder, settings: GpuSettings, configs: MoeConfigs | None) -> set[str]:
+    """Return the kernels that a start launches for steps and sampling, as `compile_ahead` takes them; launch none.
+
+    What the operations of torch compute between them has no meaning, so no rank may wait for it.
+    """
+    size = settings.block_size
+    limits, pools = _without_kv(decoder, settings)
+    batches = StepBatches(limits, settings.max_num_seqs)
+    steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, limits.max_model_len)
+    variants = launch_variants(limits, configs, steps, keeps_stored=settings.keeps_stored)
+    sizes = () if settings.enforce_eager else capture_sizes(settings.max_num_seqs)
+    with caught_launches() as kernels:
+        launch_all_variants(decoder, pools, batches, variants, size)
+        decode = DecodeSteps(HeardDecoder(decoder, pools), limits, sizes) if sizes else None
+        for count in sizes:
+            assert decode is not None
+            decode.run(blank_arrays(StepShape(count, (), count), size, decoder.spec.vocab_size), None, count)
+    return kernels
 
 
 @torch.inference_mode()

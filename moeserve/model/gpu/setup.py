@@ -63,9 +63,9 @@ def launch_all_variants(
     """Launch every kernel of steps that are not captured and of sampling. Write no KV; read block 0 as it is."""
     steps = variants.steps()
     for number, shape in enumerate(steps):
-        told("compiling kernels", number, len(steps) + 1)
+        told("launching kernels", number, len(steps) + 1)
         launch_blank_step(decoder, kv_pools, batches, shape, block_size, begin_step)
-    told("compiling kernels", len(steps), len(steps) + 1)
+    told("launching kernels", len(steps), len(steps) + 1)
     launch_all_draws(decoder)
 
 

@@ -84,7 +84,8 @@ def _fp8(config: Config) -> QuantizationSpec:
     block = config.get("weight_block_size")
     if not block:  # One scale of a matrix, or of each row.
         return QuantizationSpec("fp8", form="FP8_F32")
-    return QuantizationSpec("fp8", _two_sizes(block, "weight_block_size"))
+    is_dynamic = config.get("activation_scheme") == "dynamic"
+    return QuantizationSpec("fp8", _two_sizes(block, "weight_block_size"), rounds_rows=is_dynamic)
 
 
 def _two_sizes(block: Any, name: str) -> tuple[int, int]:

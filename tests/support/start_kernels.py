@@ -1,0 +1,64 @@
+"""The kernels that a start launches for a GPU that is not there, compiled ahead by two processes.
+
+`python -m tests.support.start_kernels MODEL CAPABILITY`, with a name of `tiny_models`, prints how many kernels it found
+("found N"), what compiling ahead told ("told DONE TOTAL") at a first and at a second start, how many a launch then
+found in the cache and how many not ("launched HITS MISSES"), and the failures of a kernel that cannot be compiled. It
+has to run in a process of its own, without TRITON_INTERPRET.
+"""
+
+import json
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime.driver import driver
+
+from kernels.gpu.compile_ahead import compile_ahead
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.gpu.kernels import expert_configs, expert_storage
+from moeserve.model.gpu.model import GpuSettings, compute_largest_step, kernels_to_launch
+from tests.support.caught_launches import AbsentGpu, launches_go_to
+from tests.support.gpu_decoder import build_gpu_decoder
+from tests.support.tiny_models import save
+
+CPU, DTYPE = torch.device("cpu"), torch.bfloat16
+SETTINGS = GpuSettings(16, 4, 64, 64, None, 0.9, enforce_eager=True)
+
+
+def told(done: int, total: int) -> None:
+    print("told", done, total)
+
+
+def main(name: str, capability: int) -> None:
+    driver.set_active(AbsentGpu(capability))
+    with tempfile.TemporaryDirectory() as folder:
+        save(name, Path(folder))
+        spec = build_spec(load_config(Path(folder)))
+        decoder = build_gpu_decoder(
+            Path(folder), spec, dtype=DTYPE, device=CPU, max_tokens=SETTINGS.max_num_batched_tokens, max_model_len=64
+        )
+    configs = expert_configs(spec, expert_storage(spec, DTYPE), CPU)
+    kernels = kernels_to_launch(decoder, SETTINGS, configs)
+    print("found", len(kernels))
+    for _ in ("first start", "second start"):
+        assert compile_ahead(kernels, told, 2) == []
+    hits: Counter[bool] = Counter()
+    knobs.compilation.listener = lambda *, cache_hit, **_: hits.update([cache_hit])
+
+    def compile_it(run: Any, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        run(kernel, *args, grid=grid, warmup=True, **options)
+
+    with launches_go_to(compile_it, capability):
+        compute_largest_step(decoder, SETTINGS)
+    print("launched", hits[True], hits[False])
+    wrong = json.loads(min(kernels))
+    wrong["signature"] = dict.fromkeys(wrong["signature"], "*nonsense")
+    print(*compile_ahead([json.dumps(wrong)], lambda *_: None, 2))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
