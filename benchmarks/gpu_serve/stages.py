@@ -88,7 +88,7 @@ def first_light(lab: Lab) -> Iterator[Row]:
 
 def _as_on_a_cpu(lab: Lab, name: str, sizes: Mapping[str, Any], tokens: int, *settings: str) -> Iterator[Row]:
     """Ask a tiny model on a CPU and on a GPU the same, and compare the answers."""
-    limits = ("--dtype", "float32", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "128")
+    limits = ("--dtype", "float32", "--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--max-model-len", "128")
     config = {**sizes, "vocab_size": 320, "max_position_embeddings": 128}
     told: dict[str, list[Any]] = {}
     for device in ("cpu", "cuda"):
@@ -111,7 +111,7 @@ def _asked(service: Service, tokens: int) -> list[Any]:
     """Return the answers to requests of each kind of `_ASKED`."""
     together = service.together(list(_PROMPTS), tokens)
     drawn = service.complete(_PROMPTS[0], tokens, temperature=1.0, seed=7)["choices"][0]["text"]
-    body = {"model": NAME, "messages": [{"role": "user", "content": "n?"}], "max_tokens": 16, "temperature": 0}
+    body = {"model": NAME, "messages": [{"role": "user", "content": "n?"}], "max_tokens": 4 * tokens, "temperature": 0}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA, "strict": True}}
     said = service.ask("/v1/chat/completions", {**body, "response_format": form})["choices"][0]["message"]["content"]
     two = [choice["text"] for choice in service.complete(_PROMPTS[1], tokens, n=2, temperature=1.0, seed=3)["choices"]]

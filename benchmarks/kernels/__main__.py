@@ -91,6 +91,7 @@ def _sections(device: torch.device, num_sms: int) -> list[Section]:
     from benchmarks.kernels.attention import attention_sections
     from benchmarks.kernels.cases import Section
     from benchmarks.kernels.experts import ALONE_NUM_TOKENS, SHAPES, combine_cases, moe_cases, quantised_cases
+    from benchmarks.kernels.fused import fused_cases
     from benchmarks.kernels.small import gate_cases, norm_cases, sampling_cases
     from kernels.gpu.device import shared_memory_of
     from kernels.gpu.moe_config import MoeConfigs
@@ -108,6 +109,7 @@ def _sections(device: torch.device, num_sms: int) -> list[Section]:
         *attention_sections(device, num_sms),
         *experts,
         Section("Norms, rotation, KV write", norm_cases(device)),
+        Section("Parts of a decode step", fused_cases(device, num_sms)),
         Section("Gates and sums of experts", [*gate_cases(device), *combine_cases(device)]),
         Section("Sampling", sampling_cases(device)),
     ]

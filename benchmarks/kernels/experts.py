@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels.cases import KernelCase, Peers, PlannedCase, compiled
+from benchmarks.kernels.cases import VARIANT, KernelCase, Peers, PlannedCase, compiled
 from benchmarks.kernels.experts_case import (
+    ACTIVATION,
     MoeCase,
     Routing,
     make_case,
@@ -22,9 +23,12 @@ from benchmarks.kernels.experts_case import (
     sorted_pairs,
 )
 from benchmarks.kernels.measure import Call, cold_sets, relative_error, run_guarded
+from benchmarks.kernels.variants.few_experts import few_rows_experts
+from kernels.gpu.moe import moe_experts_reference
 from kernels.gpu.moe_config import MoeConfig, MoeShape
 from kernels.gpu.moe_kernels import combine
 from kernels.gpu.moe_weights import GpuExperts
+from kernels.specs import GateSpec
 
 SHAPES = {
     "Qwen3-30B-A3B": MoeShape(128, 768, 2048, 8, "bfloat16"),
@@ -41,6 +45,7 @@ _GROUP_SIZE = 128
 
 Configs = Callable[[MoeShape], Callable[[int], MoeConfig]]
 _LOOPED_NUM_TOKENS = 1024
+_FEW_ROWS = 8
 _FP8 = torch.float8_e4m3fn
 _LARGEST_FP8 = 448.0
 
@@ -116,9 +121,14 @@ def _rotated(first: MoeCase, routing: Routing) -> list[MoeCase]:
 def _moe_case(sets: list[MoeCase], config: MoeConfig, peers: Peers) -> KernelCase:
     first = sets[0]
     distinct = [case.num_distinct_experts for case in sets]
+    variants: dict[str, list[Call]] = {}
+    if first.num_tokens <= _FEW_ROWS and first.shape.weights != "int4":
+        variants[f"{VARIANT}in two launches, with the choice"] = [_few_rows_call(case) for case in sets]
+        if first.x.is_cuda and torch.cuda.get_device_capability(first.x.device) >= (9, 0):
+            variants[f"{VARIANT}in two that overlap"] = [_few_rows_call(case, overlaps=True) for case in sets]
     return KernelCase(
         calls=[partial(case.run, config) for case in sets],
-        peers=peers.calls,
+        peers={**peers.calls, **variants},
         absent=peers.absent,
         num_bytes=sum(case.num_bytes for case in sets) // len(sets),
         num_flops=first.num_flops,
@@ -127,8 +137,23 @@ def _moe_case(sets: list[MoeCase], config: MoeConfig, peers: Peers) -> KernelCas
             "most rows of one expert": str(max(case.max_load for case in sets)),
             "config": str(config),
         },
-        relative_error=partial(first.relative_error, config),
+        relative_error=lambda: max(first.relative_error(config), *([_few_rows_error(first)] if variants else ())),
     )
+
+
+def _few_rows_call(case: MoeCase, *, overlaps: bool = False) -> Call:
+    """Return a call of the variant for few rows, from logits that choose the case's experts."""
+    shape, spec = case.shape, GateSpec(case.shape.top_k, renormalise=True)
+    logits = torch.full((case.num_tokens, shape.num_experts), -30.0, device=case.x.device)
+    logits.scatter_(1, case.expert_ids, case.expert_weights)
+    run = partial(few_rows_experts, case.x, logits.to(case.x.dtype), spec, case.experts, ACTIVATION, overlaps=overlaps)
+    return lambda: run()[0]
+
+
+def _few_rows_error(case: MoeCase) -> float:
+    total = case.expert_weights.exp().sum(-1, keepdim=True)
+    wanted = moe_experts_reference(case.x, case.expert_ids, case.expert_weights.exp() / total, case.experts, ACTIVATION)
+    return relative_error(_few_rows_call(case)(), wanted)
 
 
 def _products_case(case: MoeCase, config: MoeConfig) -> KernelCase:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels.cases import KernelCase, PlannedCase, compiled
+from benchmarks.kernels.cases import VARIANT, KernelCase, PlannedCase, compiled
 from benchmarks.kernels.measure import cold_sets, relative_error, run_guarded
+from benchmarks.kernels.variants.split_filters import keep_by_split_rows
 from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
-from kernels.gpu.sampling import greedy, sample, sample_reference
+from kernels.gpu.sampling import Keep, greedy, sample, sample_reference
 from kernels.specs import GateSpec
 
 _WIDTH, _HEADS, _KV_HEADS, _DIM = 2048, 32, 4, 128
@@ -208,25 +210,34 @@ def _greedy_case(rows: int, device: torch.device) -> KernelCase:
 def _draw_case(rows: int, device: torch.device, *, top_k: int, top_p: float) -> KernelCase:
     """At temperature 1. Peers draw from the same distribution, but not the same tokens."""
     ones, seeds = torch.ones(rows, device=device), torch.arange(rows, device=device)
-    filters: dict[str, Tensor] = {}
+    filters: dict[str, Any] = {}
     if top_k or top_p < 1:
         ks = torch.full((rows,), top_k, dtype=torch.int32, device=device)
         filters = {"top_k": ks, "top_p": ones * top_p, "min_p": 0 * ones}
     sets = _logits(rows, device)
+
+    def drawn(x: Tensor, keep: Keep | None = None) -> Tensor:
+        return sample(x, ones, seeds, seeds, keep=keep, **filters)[0]
+
     peer = _by_torch(top_k, top_p)
+    if filters:
+        peer[f"{VARIANT}over split rows"] = lambda x: drawn(x, keep_by_split_rows)
     return KernelCase(
-        [lambda x=x: sample(x, ones, seeds, seeds, **filters)[0] for x in sets],  # type: ignore[misc]
+        [partial(drawn, x) for x in sets],
         {name: [partial(draw, x) for x in sets] for name, draw in peer.items()},
         _logit_bytes(rows),
         0,
-        relative_error=lambda: _wrong(sets[0][:_COMPARED], ones[:_COMPARED], seeds[:_COMPARED], filters),
+        relative_error=lambda: max(
+            _wrong(sets[0][:_COMPARED], ones[:_COMPARED], seeds[:_COMPARED], filters, keep)
+            for keep in ((None, keep_by_split_rows) if filters else (None,))
+        ),
     )
 
 
-def _wrong(logits: Tensor, ones: Tensor, seeds: Tensor, filters: dict[str, Tensor]) -> float:
+def _wrong(logits: Tensor, ones: Tensor, seeds: Tensor, filters: dict[str, Any], keep: Keep | None = None) -> float:
     """Return 1 if some row's token is not the reference's."""
     some = {name: values[:_COMPARED] for name, values in filters.items()}
-    tokens, _ = sample(logits, ones, seeds, seeds, **some)
+    tokens, _ = sample(logits, ones, seeds, seeds, **some, keep=keep)
     return float((tokens != sample_reference(logits, ones, seeds, seeds, **some)[0]).any())
 
 

@@ -209,7 +209,7 @@ def split_attention(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    _reduce(partials, context.seq_lens, query_starts, work, shape, num_tokens, scoring, out)
+    reduce_parts(partials, context.seq_lens, query_starts, work, shape, num_tokens, scoring, out)
     return out
 
 
@@ -259,7 +259,7 @@ def _check_room(work: SplitWork, partials: Partials, shape: AttentionArguments) 
         raise ValueError("the scratch is too small for this work list")
 
 
-def _reduce(
+def reduce_parts(
     partials: Partials,
     seq_lens: Tensor,
     query_starts: Tensor | None,

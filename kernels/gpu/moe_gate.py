@@ -6,6 +6,8 @@ guarantees no order, so the CPU may choose otherwise among equal scores.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -37,34 +39,45 @@ def select_experts(
     out = out or _new_choice(num_tokens, spec.top_k, logits.device)
     if num_tokens == 0:
         return out
-    sparsemixer = spec.score == "sparsemixer"
-    groups = 1 if sparsemixer else spec.num_groups
-    has_bias = correction_bias is not None and not sparsemixer
+    has_bias = takes_bias(spec, correction_bias)
     _select_kernel[(num_tokens,)](
         logits,
         correction_bias if has_bias else logits,
         logits if num_valid is None else num_valid,
         *out,
         logits.stride(0),
-        NUM_EXPERTS=num_experts,
-        GROUPS=groups,
-        TOP_GROUPS=spec.top_groups,
-        TOP2=spec.group_score == "top2",
-        TOP_K=spec.top_k,
-        SCORE=spec.score,
-        OF_CHOSEN=softmax_of_chosen(spec, has_bias),
-        RENORMALISE=spec.renormalise and not sparsemixer,
-        NORM_MIN=spec.norm_min,
-        SCALE=spec.scale,
-        JITTER=spec.jitter,
-        HAS_BIAS=has_bias,
         HAS_COUNT=num_valid is not None,
-        ROWS=triton.next_power_of_2(groups),
-        COLUMNS=triton.next_power_of_2(num_experts // groups),
-        SLOTS=triton.next_power_of_2(spec.top_k),
+        **choice_constants(spec, num_experts, has_bias),
         num_warps=1 if num_experts <= 256 else 4,
     )
     return out
+
+
+def takes_bias(spec: GateSpec, correction_bias: Tensor | None) -> bool:
+    return correction_bias is not None and spec.score != "sparsemixer"
+
+
+def choice_constants(spec: GateSpec, num_experts: int, has_bias: bool) -> dict[str, Any]:
+    """Return the constants of `choice_of`."""
+    sparsemixer = spec.score == "sparsemixer"
+    groups = 1 if sparsemixer else spec.num_groups
+    return {
+        "NUM_EXPERTS": num_experts,
+        "GROUPS": groups,
+        "TOP_GROUPS": spec.top_groups,
+        "TOP2": spec.group_score == "top2",
+        "TOP_K": spec.top_k,
+        "SCORE": spec.score,
+        "OF_CHOSEN": softmax_of_chosen(spec, has_bias),
+        "RENORMALISE": spec.renormalise and not sparsemixer,
+        "NORM_MIN": spec.norm_min,
+        "SCALE": spec.scale,
+        "JITTER": spec.jitter,
+        "HAS_BIAS": has_bias,
+        "ROWS": triton.next_power_of_2(groups),
+        "COLUMNS": triton.next_power_of_2(num_experts // groups),
+        "SLOTS": triton.next_power_of_2(spec.top_k),
+    }
 
 
 def _new_choice(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -106,13 +119,58 @@ def _select_kernel(
             tl.store(ids + token * TOP_K + k, tl.full([SLOTS], -1, tl.int64), mask=k < TOP_K)
             tl.store(weights + token * TOP_K + k, tl.zeros([SLOTS], tl.float32), mask=k < TOP_K)
             return
+    chosen_ids, chosen = choice_of(
+        logits + token * stride_logits,
+        bias,
+        NUM_EXPERTS,
+        GROUPS,
+        TOP_GROUPS,
+        TOP2,
+        TOP_K,
+        SCORE,
+        OF_CHOSEN,
+        RENORMALISE,
+        NORM_MIN,
+        SCALE,
+        JITTER,
+        HAS_BIAS,
+        ROWS,
+        COLUMNS,
+        SLOTS,
+    )
+    tl.store(ids + token * TOP_K + k, chosen_ids.to(tl.int64), mask=k < TOP_K)
+    tl.store(weights + token * TOP_K + k, chosen, mask=k < TOP_K)
+
+
+@triton.jit
+def choice_of(
+    logits,
+    bias,
+    NUM_EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCORE: tl.constexpr,
+    OF_CHOSEN: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    NORM_MIN: tl.constexpr,
+    SCALE: tl.constexpr,
+    JITTER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Return the experts of the token with these logits and their weights, [SLOTS] int32 and fp32, the best first."""
+    k = tl.arange(0, SLOTS)
     size: tl.constexpr = NUM_EXPERTS // GROUPS
     group = tl.arange(0, ROWS)[:, None]
     member = tl.arange(0, COLUMNS)[None, :]
     absent = (group >= GROUPS) | (member >= size)
     # Padding lanes come after all experts, so the lowest lane among equals is the lowest expert id.
     lanes = tl.where(absent, ROWS * COLUMNS, group * size + member)
-    value = tl.load(logits + token * stride_logits + lanes, mask=absent == 0, other=-float("inf")).to(tl.float32)
+    value = tl.load(logits + lanes, mask=absent == 0, other=-float("inf")).to(tl.float32)
     scores = value
     if not OF_CHOSEN:
         if SCORE == "sigmoid":
@@ -146,8 +204,7 @@ def _select_kernel(
         chosen = powers / tl.sum(powers, 0)
     elif RENORMALISE:
         chosen = chosen / tl.maximum(tl.sum(chosen, 0), NORM_MIN)
-    tl.store(ids + token * TOP_K + k, chosen_ids.to(tl.int64), mask=k < TOP_K)
-    tl.store(weights + token * TOP_K + k, chosen * SCALE, mask=k < TOP_K)
+    return chosen_ids, chosen * SCALE
 
 
 @triton.jit

@@ -155,10 +155,10 @@ def _gate_up_kernel(
         BLOCK_K,
     )
     biases = bias + slot * stride_be
-    gate = _finished(gate, scales, biases, gate_row[None, :], HAS_SCALE, HAS_BIAS)
+    gate = finished(gate, scales, biases, gate_row[None, :], HAS_SCALE, HAS_BIAS)
     if GATED:
-        up = _finished(up, scales, biases, up_row[None, :], HAS_SCALE, HAS_BIAS)
-    hidden = _activated(gate, up, KIND, ALPHA, LIMIT).to(h.dtype.element_ty)
+        up = finished(up, scales, biases, up_row[None, :], HAS_SCALE, HAS_BIAS)
+    hidden = activated(gate, up, KIND, ALPHA, LIMIT).to(h.dtype.element_ty)
     stored = (row[:, None] < rows) & (column[None, :] < N)
     tl.store(h + place.to(tl.int64)[:, None] * N + column[None, :], hidden, mask=stored)
 
@@ -217,7 +217,7 @@ def _down_kernel(
         BLOCK_N,
         BLOCK_K,
     )
-    acc = _finished(acc, scales, bias + slot * stride_be, weight_row[None, :], HAS_SCALE, HAS_BIAS)
+    acc = finished(acc, scales, bias + slot * stride_be, weight_row[None, :], HAS_SCALE, HAS_BIAS)
     pair = tl.load(pairs + place)
     stored = (row[:, None] < rows) & (column[None, :] < N)
     # Rounded to h's dtype whatever y's dtype is, so that products made in parts have the bits of products made at once.
@@ -370,7 +370,7 @@ def _load_step(places, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _finished(acc, scale, bias, rows, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
+def finished(acc, scale, bias, rows, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Multiply the accumulator [.., N] by the scales of its weight rows and add their biases."""
     if HAS_SCALE:
         acc *= tl.load(scale + rows)
@@ -380,7 +380,7 @@ def _finished(acc, scale, bias, rows, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.cons
 
 
 @triton.jit
-def _activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """Return activation(gate) * up in fp32; for the kinds see `kernels.specs.Activation`.
 
     Without a gate `gate` holds the up channels, and `up` is not read.

@@ -13,6 +13,8 @@ Kernels speak of the worth of logits: their probability before it is divided by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,9 @@ from torch import Tensor
 
 from kernels.sampling import Draw
 from kernels.sampling import sample as draw_on_cpu
+
+# Applies top-k, top-p and min-p to rows of logits and finds the logit to sample, see `_keep`.
+Keep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 # The number of logits of a row that one program sums.
 _UNIT = 4096
@@ -44,23 +49,27 @@ def sample(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return a token for each row of logits [S, V] (int64 [S]), and its largest logit (fp32 [S]; NaN if it has one).
 
     temperatures [S] fp32, 0 for greedy rows. seeds, positions [S] int64. top_k [S] int32 (0: off), top_p [S] fp32 (1:
-    off) and min_p [S] fp32 (0: off) are given together or not at all. Logits are read once, with filters usually twice,
+    off) and min_p [S] fp32 (0: off) are given together or not at all. keep: applies them, by default one program to
+    each row. Logits are read once, with filters usually twice,
     and more often if a lane of the scan has more than four tokens that the filters keep.
     """
     kept = None
     if top_k is not None and top_p is not None and min_p is not None:
-        kept = _keep(logits, temperatures, seeds, positions, top_k, top_p, min_p)
+        kept = (keep or _keep)(logits, temperatures, seeds, positions, top_k, top_p, min_p)
     return _pick(logits, temperatures, seeds, positions, kept)
 
 
-def filter_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def filter_thresholds(
+    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keep: Keep | None = None
+) -> Tensor:
     """Return the smallest logit that the filters keep of each row [S, V] (fp32 [S]); minus infinity without filters."""
     anywhere = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    return _keep(logits, temperatures, anywhere, anywhere, top_k, top_p, min_p)[0]
+    return (keep or _keep)(logits, temperatures, anywhere, anywhere, top_k, top_p, min_p)[0]
 
 
 def _pick(
@@ -154,7 +163,7 @@ def _keep(
 
 
 @triton.jit
-def _uniform(seed, position):
+def uniform_of(seed, position):
     """Compute `kernels.sampling.uniform_at` of two int64 scalars as fp64."""
     state = seed.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     state += position.to(tl.uint64, bitcast=True) * 0xD1342543DE82EF95
@@ -268,7 +277,7 @@ def _choose_kernel(
                 low, high, uniform = tl.load(lows + row), tl.load(highs + row), tl.load(uniforms + row)
             else:
                 low, high = 0.0, 0.0
-                uniform = _uniform(tl.load(seeds + row), tl.load(positions + row))
+                uniform = uniform_of(tl.load(seeds + row), tl.load(positions + row))
             share = tl.load(sums + place, mask=inside, other=0.0).to(tl.float64)
             worth_of_unit = share * _worth_below(best_of_unit, inside, best, inverse).to(tl.float64)
             unit, rest = _invert(worth_of_unit, uniform)
@@ -294,7 +303,7 @@ def _invert(worth, uniform):
 
 
 @triton.jit
-def _to_key(values):
+def to_key(values):
     """Map fp32 to uint32 keys in the same order. Both zeros get the same key."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
@@ -314,7 +323,7 @@ def _digit(worth_1, worth_2, worth_3, target):
 
 
 @triton.jit
-def _key_to_logit(prefix):
+def key_to_logit(prefix):
     """Return the key [1] as a fp32 scalar; minus infinity if all keys together are worth less than the target."""
     key = _from_key(prefix)
     return tl.max(tl.where(key == key, key, float("-inf")), 0)
@@ -338,11 +347,11 @@ def _search(keys, worth, target):
         worth_3 = tl.sum(_worth_from(keys, worth, prefix + 3 * step), 0)
         prefix += _digit(worth_1, worth_2, worth_3, target) << shift
         shift -= 2
-    return _key_to_logit(prefix)
+    return key_to_logit(prefix)
 
 
 @triton.jit
-def _worth(values, inside, floor, largest, inverse):
+def worth_of(values, inside, floor, largest, inverse):
     """Return the worth of logits relative to `largest`, 0 below `floor`. With `inverse` 0 each logit is worth 1."""
     # Bounded, since minus infinity times 0 is NaN.
     below = tl.maximum(values - largest, -1e30)
@@ -352,7 +361,7 @@ def _worth(values, inside, floor, largest, inverse):
 @triton.jit
 def _worth_of_keys(keys, floor, largest, inverse):
     values = _from_key(keys)
-    return _worth(values, values > float("-inf"), floor, largest, inverse)
+    return worth_of(values, values > float("-inf"), floor, largest, inverse)
 
 
 @triton.jit
@@ -363,7 +372,7 @@ def _row_worth(logits, floor, ceiling, largest, inverse, VOCAB: tl.constexpr, BL
     for first in range(0, VOCAB, BLOCK):
         inside = first + lanes < VOCAB
         values = tl.load(logits + first + lanes, mask=inside, other=float("-inf")).to(tl.float32)
-        total += _worth(values, inside & (values <= ceiling), floor, largest, inverse)
+        total += worth_of(values, inside & (values <= ceiling), floor, largest, inverse)
     return tl.sum(total, 0)
 
 
@@ -382,14 +391,14 @@ def _search_row(logits, target, floor, largest, inverse, VOCAB: tl.constexpr, BL
         for first in range(0, VOCAB, BLOCK):
             inside = first + lanes < VOCAB
             values = tl.load(logits + first + lanes, mask=inside, other=float("-inf")).to(tl.float32)
-            worth = _worth(values, inside, floor, largest, inverse)
-            keys = _to_key(values)
+            worth = worth_of(values, inside, floor, largest, inverse)
+            keys = to_key(values)
             worth_1 += _worth_from(keys, worth, prefix + step)
             worth_2 += _worth_from(keys, worth, prefix + 2 * step)
             worth_3 += _worth_from(keys, worth, prefix + 3 * step)
         prefix += _digit(tl.sum(worth_1, 0), tl.sum(worth_2, 0), tl.sum(worth_3, 0), target) << shift
         shift -= 2
-    return _key_to_logit(prefix)
+    return key_to_logit(prefix)
 
 
 @triton.jit
@@ -421,7 +430,7 @@ def _keep_kernel(
     top_k = tl.load(top_ks + row)
     top_p = tl.load(top_ps + row)
     min_p = tl.load(min_ps + row)
-    uniform = _uniform(tl.load(seeds + row), tl.load(positions + row))
+    uniform = uniform_of(tl.load(seeds + row), tl.load(positions + row))
     has_top_k = (top_k > 0) & (top_k < VOCAB)
     threshold = float("-inf")
     low = float("-inf")
@@ -441,7 +450,7 @@ def _keep_kernel(
         # Any larger logit is among the four of its lane.
         hidden = tl.max(fourth, 0)
         # Registers have no room for logits and keys, so logits are computed from their keys.
-        keys = _to_key(tl.join(tl.join(best, second), tl.join(third, fourth)).reshape(4 * BLOCK))
+        keys = to_key(tl.join(tl.join(best, second), tl.join(third, fourth)).reshape(4 * BLOCK))
         inverse = 1.0 / temperature
         if min_p > 0:
             threshold = largest + temperature * tl.log(min_p)
@@ -476,7 +485,7 @@ def _keep_kernel(
                 equal = _row_worth(logits, low, low, largest, inverse, VOCAB, BLOCK)
             else:
                 low = _search(keys, worth, target)
-                drawn = _to_key(low)
+                drawn = to_key(low)
                 reached = tl.sum(_worth_from(keys, worth, drawn), 0)
                 equal = tl.sum(tl.where(keys == drawn, worth, 0.0), 0)
             high = low

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from benchmarks.kernels.fused import fused_cases
 from benchmarks.kernels.measure import TOLERANCE, WrongResultError, cold_sets, run_guarded
 from benchmarks.kernels.small import gate_cases, norm_cases, sampling_cases
 
@@ -14,14 +15,15 @@ SIZES = {"_WIDTH": 64, "_HEADS": 4, "_KV_HEADS": 2, "_DIM": 32, "_EXPERTS": 16}
 
 
 def all_cases(device):
-    return [make for cases in (norm_cases, gate_cases, sampling_cases) for make in cases(device)]
+    small = [make for cases in (norm_cases, gate_cases, sampling_cases) for make in cases(device)]
+    return small + fused_cases(device, 4)
 
 
 # The smallest of each kind; larger ones take minutes in the interpreter.
 SMALLEST = {
     number: case.name
     for number, case in enumerate(all_cases(torch.device("cpu")))
-    if re.search(r"norm, 64 |, 64 tokens|, 1 x|gate, 64", case.name)
+    if re.search(r"norm, 64 |, 64 tokens|, 1 tokens|, 1 x|gate, 64", case.name)
 }
 
 
@@ -29,6 +31,7 @@ SMALLEST = {
 def test_small_cases_compute_what_their_peers_do(number, device, monkeypatch):
     for size, small in SIZES.items():
         monkeypatch.setattr(f"benchmarks.kernels.small.{size}", small)
+        monkeypatch.setattr(f"benchmarks.kernels.fused.{size}", small, raising=False)
     monkeypatch.setattr("benchmarks.kernels.small._VOCAB", 500)
     monkeypatch.setattr("benchmarks.kernels.measure.COLD_BYTES", 1)
     case = all_cases(device)[number].make()

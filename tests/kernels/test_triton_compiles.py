@@ -65,10 +65,22 @@ def test_products_with_quantised_weights_run_on_tensor_cores_and_fit_cards_of_li
     assert all(numbers(line)["mma"] for line in lines if "_linear_" in line or "_up_" in line or "_down_" in line)
 
 
+def test_variants_that_serve_nothing_yet_compile_without_spilling():
+    assert len({line.split(": ")[0] for line in compiled("variants")}) == 8
+
+
+def test_weights_and_activations_in_fp8_multiply_on_the_tensor_cores_for_it():
+    lines = [line for line in compiled("in_fp8", 89, most_stack=16) if re.search("_linear_|_up_|_down_", line)]
+    assert len(lines) == 8
+    assert all(numbers(line)["of_fp8"] for line in lines)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-@pytest.mark.parametrize("cases", ["served", "served_fp8", "experts", "experts_fp8", "packed", "others", "recurrent"])
+@pytest.mark.parametrize(
+    "cases", ["served", "served_fp8", "experts", "experts_fp8", "packed", "in_fp8", "others", "recurrent"]
+)
 def test_what_a_service_can_launch_fits_every_card_since_ampere(cases: str, capability: int):
     if cases.endswith("fp8") and capability < 89:
         pytest.skip("fp8 takes compute capability 8.9")

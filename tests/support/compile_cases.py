@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.variants.few_experts import few_rows_experts
+from benchmarks.kernels.variants.fused_decode import NewHeads, rotate_store_and_attend
+from benchmarks.kernels.variants.split_filters import keep_by_split_rows
+from benchmarks.kernels.variants.split_linear import add_norm_linear
 from kernels.gated_delta_rule import DeltaHeads
 from kernels.gpu.attention import PagedContext, Partials, Scoring, prefill_attention, split_attention
 from kernels.gpu.attention_config import EXTEND_TOKENS, SHORT_QUERIES, AttentionShape
@@ -179,6 +183,19 @@ def packed(multiprocessor: Multiprocessor) -> Cases:
     yield "table", lambda: look_up_packed(table, down, torch.zeros(3, dtype=torch.int64, device=META), BF16)
 
 
+def in_fp8(multiprocessor: Multiprocessor) -> Cases:
+    """Products with weights and activations in FP8, dense ones and those of experts, which take 8.9."""
+    up, down = (packed_form(FORMATS["fp8_128"], depth, fp8_products=True) for depth in (2048, 768))
+    rows = torch.empty(4096, up.row_bytes, dtype=torch.uint8, device=META)
+    for num_tokens in (1, 512):
+        x = torch.empty(num_tokens, 2048, dtype=BF16, device=META)
+        yield f"fp8 in fp8 {num_tokens}", partial(multiply_rows, x, rows, up, None, BF16)
+    for num_tokens in (1, 256, 2048):
+        shape = MoeShape(*QWEN, "packed")
+        launch = partial(launch_experts, shape, num_tokens, multiprocessor, forms=(up, down))
+        yield f"experts fp8 in fp8 {num_tokens}", launch
+
+
 def activations(multiprocessor: Multiprocessor) -> Cases:
     """Experts with the activations that change the products or the end of the kernel that has them."""
     shape = MoeShape(*QWEN, "bfloat16")
@@ -188,6 +205,27 @@ def activations(multiprocessor: Multiprocessor) -> Cases:
                 f"{activation.kind} {num_tokens}",
                 partial(launch_experts, shape, num_tokens, multiprocessor, activation),
             )
+
+
+def variants(multiprocessor: Multiprocessor) -> Cases:
+    """Kernels that the benchmark compares and that serve nothing yet, at the shapes of Qwen3-30B-A3B."""
+    rows = torch.ones(2)
+    for logits in (torch.empty(2, 151936), torch.empty(2, 151936, dtype=BF16)):
+        places, top_k = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
+        yield (
+            f"split filters {logits.dtype}",
+            partial(keep_by_split_rows, logits, rows, places, places, top_k, rows, rows),
+        )
+    x, logits = torch.empty(4, 2048, dtype=BF16, device=META), torch.empty(4, 128, dtype=BF16, device=META)
+    for weights in ("bfloat16", "int8"):
+        shape = MoeShape(*QWEN, weights)
+        experts = GpuExperts(matrix(shape, 2 * 768, 2048), matrix(shape, 2048, 768))
+        launch = partial(few_rows_experts, x, logits, GateSpec(8, renormalise=True), experts, SILU)
+        yield f"few rows {weights}", launch
+        yield f"few rows {weights}, overlapping", partial(launch, overlaps=True)
+    weight = torch.empty(5120, 2048, dtype=BF16, device=META)
+    yield "norm and projection", partial(add_norm_linear, x, x, x[0], 1e-6, weight)
+    yield "fused decode", partial(launch_fused, attention_shape(multiprocessor, 128, 128, 8))
 
 
 def others(_: Multiprocessor) -> Cases:
@@ -306,6 +344,21 @@ def launch_split(
         Partials.allocate(work, shape.num_heads, shape.value_dim),
         scoring(shape.num_heads, flags),
         query_starts=query_starts,
+    )
+
+
+def launch_fused(shape: AttentionShape) -> None:
+    """Launch the variant of decode attention that makes its heads itself, over three sequences."""
+    table, lengths, _ = metadata(3, 5)
+    work = SplitWork(64, 64, 4096, shape.kv_heads, shape.split(), "cpu", num_sms=132)
+    q, kv = torch.empty(3, shape.num_heads, 128, dtype=BF16), torch.empty(3, shape.kv_heads, 128, dtype=BF16)
+    angles, weight, slots = torch.empty(3, 64), torch.empty(128, dtype=BF16), torch.zeros(3, dtype=torch.int64)
+    rotate_store_and_attend(
+        NewHeads(q, kv, kv, angles, angles, slots, weight, weight, 1e-6),
+        PagedContext(*pools(shape), table, lengths, shape.block_size),
+        work,
+        Partials.allocate(work, shape.num_heads, shape.value_dim),
+        0.1,
     )
 
 

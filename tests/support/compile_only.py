@@ -22,8 +22,13 @@ from tests.support import compile_cases
 from tests.support.caught_launches import launches_go_to
 from tests.support.recorded_gpus import HOPPER, SHARED_BYTES
 
-# By name: what the kernel's assembly has if it multiplies by warpgroups, by warps, or copies whole boxes.
-INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "mma": "mma.sync", "tensor_copies": "cp.async.bulk.tensor"}
+# By name: what the assembly has of a kernel that multiplies by warpgroups, by warps, FP8 by FP8, or copies whole boxes.
+INSTRUCTIONS = {
+    "wgmma": "wgmma.mma_async",
+    "mma": "mma.sync",
+    "of_fp8": ".e4m3.e4m3",
+    "tensor_copies": "cp.async.bulk.tensor",
+}
 
 
 @contextlib.contextmanager
