@@ -208,7 +208,7 @@ def test_a_tensor_that_would_be_left_out_or_taken_twice_is_refused_by_its_name(
 
 _OWN = {
     "attn_sinks.weight": {"gpt-oss"},
-    "exp_probs_b.bias": {"deepseek2-v3", "dots1", "ernie4_5-moe", "glm4moe", "minimax-m2"},
+    "exp_probs_b.bias": {"bailingmoe2", "deepseek2-v3", "dots1", "ernie4_5-moe", "glm4moe", "minimax-m2"},
     "attn_norm.bias": {"phimoe"},
     "attn_k_norm.bias": set[str](),
 }

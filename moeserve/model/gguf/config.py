@@ -79,8 +79,10 @@ def num_layers(fields: Fields) -> int:
 
 
 def head_dim(fields: Fields) -> int:
-    width = fields.count("attention.key_length", 0)
-    width = width or fields.count("embedding_length") // max(fields.count("attention.head_count"), 1)
+    if fields.get("attention.key_length") is None:
+        width = fields.count("embedding_length") // max(fields.count("attention.head_count"), 1)
+    else:
+        width = fields.count("attention.key_length")
     if width < 1:
         raise CheckpointError("The heads of a GGUF file's attention have no width.")
     return width
