@@ -27,6 +27,7 @@ from moeserve.config import ServeConfig
 from moeserve.engine.memory_plan import plan_model, read_any_spec, rounding_of
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import layouts_in_store
+from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.hf.gates import _projections
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.spec import read_transformers_spec
@@ -36,8 +37,11 @@ from tests.support.checkpoints import change_tensors
 from tests.support.expert_files import wait_until_written
 from tests.support.forking import popen
 from tests.support.fp8 import to_fp8
+from tests.support.gguf_export import in_blocks
+from tests.support.gguf_modules import tiny, write_module_gguf
+from tests.support.packed_models import quantise_in, save_wide
 from tests.support.tiny_transformers import save_tiny
-from tests.support.transformers_rank import CONFIG, NUM_TOKENS, PROMPTS, Job, Said
+from tests.support.transformers_rank import NUM_TOKENS, PROMPTS, Job, Said, config_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)
@@ -123,19 +127,38 @@ def test_a_gate_is_found_by_what_it_chooses(model_type: str, is_found: bool, tmp
         assert torch.allclose((x / norm).square().mean(-1), torch.ones(len(x)), atol=1e-3)
 
 
-# Listed experts beside short convolutions; packed ones with biases; an indexer, an expert of all tokens, few slots.
-_ON_RANKS = (("lfm2_moe", False), ("gpt_oss", False), ("glm_moe_dsa", True))
+# Listed experts beside short convolutions; packed ones with biases; an indexer, an expert of all tokens, few slots;
+# GPTQ in few slots; a GGUF file.
+_ON_RANKS = (
+    ("lfm2_moe", False),
+    ("gpt_oss", False),
+    ("glm_moe_dsa", True),
+    ("hunyuan_v1_moe", True),
+    ("afmoe", False),
+)
+
+
+def _model_for_ranks(model_type: str, folder: Path) -> Path:
+    """Write a model; return its folder."""
+    if model_type == "afmoe":
+        code = tiny(model_type)
+        code.outer.save_pretrained(folder)
+        write_module_gguf(folder / "tiny.gguf", model_type, code, folder, in_blocks)
+        return gguf_folder(folder / "tiny.gguf", folder / "cache")
+    if model_type == "hunyuan_v1_moe":
+        quantise_in("gptq", save_wide(model_type, folder))
+        return folder
+    save_tiny(model_type, folder)
+    if model_type == "gpt_oss":
+        in_mxfp4(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, list[list[Said]]]:
     """Return what two ranks said of each model, one model after another."""
     folder = tmp_path_factory.mktemp("ranks")
-    models = [folder / model_type for model_type, _ in _ON_RANKS]
-    for model, (model_type, _) in zip(models, _ON_RANKS, strict=True):
-        save_tiny(model_type, model)
-        if model_type == "gpt_oss":
-            in_mxfp4(model)
+    models = [_model_for_ranks(model_type, folder / model_type) for model_type, _ in _ON_RANKS]
     memory = [few_slots(model) * few for model, (_, few) in zip(models, _ON_RANKS, strict=True)]
     job = Job([str(model) for model in models], memory, str(folder / "meeting"))
     (folder / "job.json").write_text(json.dumps(asdict(job)))
@@ -150,7 +173,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, list[list[S
 @pytest.mark.parametrize("number", range(len(_ON_RANKS)), ids=[name for name, _ in _ON_RANKS])
 def test_two_ranks_give_the_tokens_of_one(number: int, of_ranks: tuple[Job, list[list[Said]]]) -> None:
     job, said = of_ranks
-    llm = TokenEngine(job.folders[number], CONFIG)
+    llm = TokenEngine(job.folders[number], config_of(Path(job.folders[number])))
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
     for rank, prompts in enumerate(PROMPTS):
         assert said[number][rank].tokens == [llm.generate([prompt], sampling)[0].token_ids for prompt in prompts]

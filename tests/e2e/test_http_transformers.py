@@ -1,12 +1,12 @@
 """A service whose model is computed by transformers' modelling code."""
 
+import os
+import signal
 from pathlib import Path
 
-import gguf
-import numpy as np
-
+from tests.support.gguf_export import in_blocks
 from tests.support.gguf_modules import tiny, write_module_gguf
-from tests.support.service import service
+from tests.support.service import children_of, descendants, service
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPT = "It was the best of times, it was the worst of times; " * 3
@@ -26,19 +26,25 @@ def test_a_service_on_transformers_code_writes_the_text_of_our_own(tmp_path: Pat
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-def test_a_gguf_file_on_transformers_code_is_served_from_its_blocks(tmp_path: Path) -> None:
-    def in_blocks(name: str, values: np.ndarray) -> gguf.GGMLQuantizationType:
-        kinds = gguf.GGMLQuantizationType
-        return kinds.F32 if "gate_inp" in name or values.shape[-1] % 32 else kinds.Q8_0
-
+def test_a_gguf_file_on_transformers_code_is_served_from_its_blocks_and_goes_on_after_a_crash(tmp_path: Path) -> None:
     code = tiny("afmoe")
     code.outer.save_pretrained(tmp_path / "saved")
     write_module_gguf(tmp_path / "tiny.gguf", "afmoe", code, tmp_path / "saved", in_blocks)
-    body = {"model": "m", "prompt": "&" * 40 + "$#", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    with service(tmp_path / "tiny.gguf", tmp_path / "run", "--max-model-len", "128") as running:
+    prompt, tokens = "&" * 40 + "$#", 400
+    body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    settings = ("--max-model-len", "512", "--speculative-config", "none")
+    with service(tmp_path / "tiny.gguf", tmp_path / "run", *settings) as running:
         told = running.http.get("/v1/models").json()["data"][0]["arithmetic"]
         answers = [running.http.post("/v1/completions", json=body).json() for _ in range(2)]
-    assert told == "float32, weights q8_0, activations exact"
-    assert answers[0]["usage"]["completion_tokens"] == 8
+        events = running.stream(tokens, prompt=prompt, temperature=0, tells_resumed=True)
+        begun = [next(events) for _ in range(3)]
+        (engine,) = descendants(children_of(running.process.pid)["worker"])
+        os.kill(engine, signal.SIGKILL)
+        both = [*begun, *events]
+    assert {"resumed": True} in both
+    pieces = [choice["text"] for event in both for choice in event.get("choices", ())]
+    assert "".join(pieces) == answers[0]["choices"][0]["text"]
+    assert told == "float32, weights q5_0, activations exact"
+    assert answers[0]["usage"]["completion_tokens"] == tokens
     assert answers[1]["choices"][0]["text"] == answers[0]["choices"][0]["text"]
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

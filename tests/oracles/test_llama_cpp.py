@@ -35,19 +35,39 @@ CONFIG = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=96, max_
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=NUM_LIKELIEST)
 # The largest difference of two log probabilities. llama.cpp looks Gemma's activation up in a table of 16-bit numbers.
 TOLERANCE, OF_ARCHITECTURE = 2e-4, {"gemma4": 0.05}
-# Files that the server does not serve, by a word of what it says or does.
-REFUSED: dict[str, str] = {}
-# Shapes that the server asks for, beside those of our own tests.
+# Architectures of which the server computes something else, or nothing.
+DEFECTS = {
+    "phimoe": "It has an RMS norm for Phi's layer norm, and weighs experts by a softmax for its sparse mixer.",
+    "glm-dsa": "It ends by itself.",
+}
+# Models that differ from those of our own tests: shapes that the server asks for, and what it computes otherwise. It
+# rounds the bounds of gpt-oss' YaRN to whole channels, does without the clip of OLMoE's projections, and ranks groups
+# of DeepSeek V2's experts by their two best ones.
+_DELTA_NETS = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 FITTED: dict[str, dict[str, Any]] = {
-    "qwen3next": {"linear_value_head_dim": 16, "linear_key_head_dim": 16},
-    "olmoe": {"num_key_value_heads": 4},
+    "qwen3next": {**_DELTA_NETS, "attention_bias": False},
+    "qwen35": _DELTA_NETS,
+    "qwen35moe": _DELTA_NETS,
+    "olmoe": {"num_key_value_heads": 4, "clip_qkv": None},
     "dots1": {"num_key_value_heads": 4},
-    "deepseek2": {"q_lora_rank": 24},
+    "deepseek2": {"q_lora_rank": 24, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "ernie4_5-moe": {"use_bias": False},
+    "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
 }
 # Our own code reads the ones, transformers' the others; an architecture may be among both.
 FILES = [
-    *(pytest.param(False, name, id=name) for name in gguf_export.ARCHITECTURES),
-    *(pytest.param(True, name, id=f"{name} by modules") for name in gguf_modules.ARCHITECTURES),
+    pytest.param(
+        by_modules,
+        name,
+        id=f"{name} by modules" if by_modules else name,
+        marks=pytest.mark.xfail(strict=True, reason=DEFECTS[name]) if name in DEFECTS else (),
+    )
+    for by_modules, names in ((False, gguf_export.ARCHITECTURES), (True, gguf_modules.ARCHITECTURES))
+    for name in names
 ]
 
 
@@ -66,7 +86,7 @@ def write(name: str, folder: Path, *, by_modules: bool) -> Path:
     path = folder / "tiny.gguf"
     if not by_modules:
         case, fields = gguf_export.ARCHITECTURES[name]
-        gguf_export.write_gguf(path, name, build(case, **fields, **FITTED.get(name, {})))
+        gguf_export.write_gguf(path, name, build(case, **{**fields, **FITTED.get(name, {})}))
         return path
     code = gguf_modules.tiny(name)
     code.outer.save_pretrained(folder / "saved")
@@ -104,10 +124,6 @@ def test_likeliest_tokens_are_those_of_llama_cpp(name: str, by_modules: bool, tm
     own = llm.generate(PROMPTS, GREEDY)
     llm.close()
     command = ("python", str(SERVER), str(path), "{port}")
-    if name in REFUSED:
-        with pytest.raises(AssertionError, match=REFUSED[name]), program(LLAMA_CPP, tmp_path, *command, path="/health"):
-            pass
-        return
     tolerance = OF_ARCHITECTURE.get(name, TOLERANCE)
     with program(LLAMA_CPP, tmp_path, *command, path="/health") as http:
         worst = max(compare(one, ask(http, prompt), tolerance) for one, prompt in zip(own, PROMPTS, strict=True))

@@ -163,6 +163,7 @@ def _write_fields(writer: gguf.GGUFWriter, name: str, c: Any, latent: str) -> No
         if c.q_lora_rank is not None:
             writer.add_q_lora_rank(c.q_lora_rank)
         if latent == "split":
+            writer.add_head_count_kv(1)
             writer.add_key_length(c.kv_lora_rank + c.qk_rope_head_dim)
             writer.add_value_length(c.kv_lora_rank)
             writer.add_key_length_mla(wide)
@@ -190,6 +191,9 @@ def _write_fields(writer: gguf.GGUFWriter, name: str, c: Any, latent: str) -> No
         writer.add_rope_dimension_sections([1, 1, 1, 0])
     if name == "ernie4_5-moe":
         writer.add_interleave_moe_layer_step(c.moe_layer_interval)
+        writer.add_expert_shared_feed_forward_length(c.moe_num_shared_experts * c.moe_intermediate_size)
+    if name == "minimax-m2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if name == "gpt-oss":
         writer.add_sliding_window(c.sliding_window)
     if getattr(c, "clip_qkv", None):

@@ -16,10 +16,9 @@ import torch
 from benchmarks.token_engine import Completion, TokenEngine
 from experts.memory.file import round_to_page
 from moeserve.config import ServeConfig
-from moeserve.engine.memory_plan import read_spec, rounding_of
+from moeserve.engine.memory_plan import read_any_spec, rounding_of
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import layouts_in_store
-from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.plan import FinishReason, SamplingParams
 from tests.support.expert_files import wait_until_written
@@ -84,10 +83,10 @@ def without_window_blocks() -> AbstractContextManager[object]:
     return patch("moeserve.engine.memory_plan.window_demand", lambda *_: None)
 
 
-def small_engine(model_dir: Path, num_blocks: int, **changes: object) -> TokenEngine:
+def small_engine(model_dir: Path, num_blocks: int, *, config: ServeConfig = BASE, **changes: object) -> TokenEngine:
     """Return an engine with memory for a number of blocks, in which all layers keep all KV."""
-    memory = num_blocks * kv_block_bytes(build_spec(load_config(model_dir)).kv_layers, BLOCK, torch.float32)
-    return TokenEngine(model_dir, replace(BASE, max_model_len=92, kv_cache_memory=memory, **changes))  # type: ignore[arg-type]
+    memory = num_blocks * kv_block_bytes(read_any_spec(model_dir, config)[0].kv_layers, BLOCK, torch.float32)
+    return TokenEngine(model_dir, replace(config, max_model_len=92, kv_cache_memory=memory, **changes))  # type: ignore[arg-type]
 
 
 def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
@@ -114,7 +113,7 @@ def assert_same_alone_together_and_with_few_experts(
     prompts = [tokens, tokens[:7], tokens[3:]]
     expected = [TokenEngine(folder, config).generate([prompt], sampling)[0] for prompt in prompts]
     assert_same(TokenEngine(folder, replace(config, max_num_batched_tokens=8)).generate(prompts, sampling), expected)
-    spec, dtype = read_spec(folder, config)
+    spec, dtype = read_any_spec(folder, config)
     assert spec.moe is not None
     layouts = layouts_in_store(folder, spec, dtype, rounding_of(config, spec, read_index(folder)))
     size = (spec.moe.gate.top_k + 1) * len(spec.moe_layers) * round_to_page(layouts.num_bytes)

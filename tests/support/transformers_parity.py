@@ -280,7 +280,9 @@ hit, and compares with the model's own forward (largest difference of logits: {t
   and where layers with states are called together, so are their convolutions, delta rules and Mamba scans.
 - **Experts**: by our kernels, or by transformers' own code where our kernels do not know their form or activation.
 - **Weights** on transformers' code stay quantised as on our own ([quantization](quantization.md)). GGUF files: the
-  architectures of [gguf](gguf.md).
+  architectures of [gguf](gguf.md). Over them, chunks, the cache, preemptions, drafts, and few slots of experts with
+  prefetching change no bit (`tests/cpu/test_transformers_packed_promises.py`), and ranks no token
+  (`test_transformers_experts.py`).
 - Models on transformers' code run on a CPU.
 
 {counts}

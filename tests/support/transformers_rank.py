@@ -25,6 +25,7 @@ from moeserve.engine.experts.observe import routing_shape
 from moeserve.engine.memory_plan import ModelPlan, plan_from_rank_0, plan_model
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.together import StepRows
+from moeserve.model.files import is_gguf_folder
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan, wanted_logits
 
 NUM_TOKENS, BLOCK_SIZE = 5, 4
@@ -42,6 +43,11 @@ _CHUNK, _MOVES_BEFORE = 6, 5
 _BLOCKS = 8
 
 
+def config_of(folder: Path) -> ServeConfig:
+    """Return the settings for a model: of a GGUF file the code follows from its architecture."""
+    return replace(CONFIG, model_impl="auto") if is_gguf_folder(folder) else CONFIG
+
+
 @dataclass(frozen=True)
 class Job:
     """folders: of the models, one after another. memory: `--expert-memory` for each, 0 for all experts in memory."""
@@ -57,7 +63,7 @@ def main() -> None:
     collectives = Collectives(rank, 2)
     collectives.open(Path(job.rendezvous), timeout=60)
     for folder, memory in zip(map(Path, job.folders), job.memory, strict=True):
-        config = replace(CONFIG, expert_parallel_size=2, record_experts=True, expert_prefetch="auto")
+        config = replace(config_of(folder), expert_parallel_size=2, record_experts=True, expert_prefetch="auto")
         if memory:
             config = replace(config, expert_memory=memory, expert_store_dir=str(folder.parent / f"store{rank}"))
         plan = plan_model(folder, config)
