@@ -81,7 +81,7 @@ void take_keys(const Inputs& in, int64_t chunk, int64_t first_key, int64_t count
     rows[k] = reinterpret_cast<const uint8_t*>(wide);
   }
   for (int64_t k = count; k % kLanes; ++k) rows[k] = rows[k - 1];
-  transpose_words(rows, count, in.dim, 0, reinterpret_cast<uint32_t*>(work.keys.data()));
+  transpose_words(rows, count, in.dim, [](Words (&)[4]) {}, reinterpret_cast<uint32_t*>(work.keys.data()));
 }
 
 // sums[key] += weights[head] * max(0, scores[head][key]), one head after the other.

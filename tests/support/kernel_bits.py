@@ -117,15 +117,15 @@ def _attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, batches:
 
 
 def _indexed(dtype: torch.dtype, batches: int) -> Iterator[Tensor]:
-    index_keys, keys = (pack_rows(torch.randn(1, 1024, dim), dtype) for dim in (32, 80))
+    index_keys, keys = (pack_rows(normal(1, 1024, dim), dtype) for dim in (32, 80))
     for _ in range(batches):
         blocks = array("i", torch.randperm(128).tolist())
         spans = [ChunkSpan(length, int(torch.randint(0, 900, ())), blocks) for length in (9, 1, 40)]
         plan = AttentionPlan(spans, 8)
-        chosen = choose_positions(torch.randn(50, 7, 32), torch.randn(50, 7), index_keys, plan, 200)
+        chosen = choose_positions(normal(50, 7, 32), normal(50, 7), index_keys, plan, 200)
         places = torch.cat([torch.arange(span.start, span.start + span.num_tokens) for span in spans])
         yield chosen[places >= 200]
-        yield indexed_attention(torch.randn(50, 5, 80), keys, plan, chosen, scale=0.1)
+        yield indexed_attention(normal(50, 5, 80), keys, plan, chosen, scale=0.1)
 
 
 def _rotation(dtype: torch.dtype, batches: int) -> Iterator[Tensor]:
