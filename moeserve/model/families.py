@@ -11,17 +11,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from kernels.specs import Activation, ActivationKind, GateSpec
+from kernels.specs import Activation, GateSpec
+from moeserve.model import family_parts as parts
 from moeserve.model.config_bounds import check_numbers, with_special_floats
+from moeserve.model.family_parts import Config
 from moeserve.model.files import read_json
-from moeserve.model.generation import token_ids
 from moeserve.model.packed.config import described_quantization, quantization_spec
-from moeserve.model.rope import parse_rope, rope_frequencies, yarn_softmax_multiplier
+from moeserve.model.rope import parse_rope, rope_frequencies
 from moeserve.model.spec import (
     AttentionSpec,
     DecoderSpec,
     DeltaNetSpec,
-    IndexerSpec,
     LayerInputsSpec,
     MambaSpec,
     MlaSpec,
@@ -31,8 +31,6 @@ from moeserve.model.spec import (
     ShortConvSpec,
     UnsupportedModel,
 )
-
-Config = Mapping[str, Any]
 
 # The layers of these types carry a state from token to token in ways that the decoder does not compute.
 _RECURRENT = frozenset((
@@ -183,25 +181,25 @@ def _check_whole_numbers(model_type: str, part: Any) -> None:
 
 
 def _llama(c: Config) -> DecoderSpec:
-    return _with_attention_bias(_base(c, mlp_bias=bool(c.get("mlp_bias"))), c)
+    return parts.with_attention_bias(parts.base(c, mlp_bias=bool(c.get("mlp_bias"))), c)
 
 
 def _mistral(c: Config) -> DecoderSpec:
-    return _with_windows(_base(c), c)
+    return parts.with_windows(parts.base(c), c)
 
 
 def _qwen2(c: Config) -> DecoderSpec:
-    return _with_attention(_with_windows(_base(c), c), qkv_bias=True)
+    return parts.with_attention(parts.with_windows(parts.base(c), c), qkv_bias=True)
 
 
 def _qwen3(c: Config) -> DecoderSpec:
-    return _with_attention(_with_windows(_with_attention_bias(_base(c), c), c), qk_norm="head")
+    return parts.with_attention(parts.with_windows(parts.with_attention_bias(parts.base(c), c), c), qk_norm="head")
 
 
 def _mixtral(c: Config) -> DecoderSpec:
-    spec = _with_windows(_base(c), c)
+    spec = parts.with_windows(parts.base(c), c)
     gate = GateSpec(c["num_experts_per_tok"], renormalise=True)
-    return _with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
+    return parts.with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
 
 
 def _qwen_layers(c: Config) -> Callable[[int], bool]:
@@ -212,7 +210,7 @@ def _qwen_layers(c: Config) -> Callable[[int], bool]:
 def _qwen_moe(c: Config, activation: Activation, renormalise: bool) -> MoeSpec:
     """Return experts beside a shared expert that a gate of its own scales."""
     return MoeSpec(
-        _num_experts(c),
+        parts.num_experts(c),
         c["moe_intermediate_size"],
         GateSpec(c["num_experts_per_tok"], renormalise=renormalise),
         activation,
@@ -221,21 +219,21 @@ def _qwen_moe(c: Config, activation: Activation, renormalise: bool) -> MoeSpec:
 
 
 def _qwen2_moe(c: Config) -> DecoderSpec:
-    spec = _with_attention(_with_windows(_base(c), c), qkv_bias=bool(c.get("qkv_bias", True)))
-    return _with_experts(spec, _qwen_moe(c, spec.activation, bool(c.get("norm_topk_prob"))), _qwen_layers(c))
+    spec = parts.with_attention(parts.with_windows(parts.base(c), c), qkv_bias=bool(c.get("qkv_bias", True)))
+    return parts.with_experts(spec, _qwen_moe(c, spec.activation, bool(c.get("norm_topk_prob"))), _qwen_layers(c))
 
 
 def _qwen3_moe(c: Config) -> DecoderSpec:
-    spec = _with_attention(_with_windows(_with_attention_bias(_base(c), c), c), qk_norm="head")
+    spec = parts.with_attention(parts.with_windows(parts.with_attention_bias(parts.base(c), c), c), qk_norm="head")
     gate = GateSpec(c["num_experts_per_tok"], renormalise=bool(c.get("norm_topk_prob")))
-    moe = MoeSpec(_num_experts(c), c["moe_intermediate_size"], gate, spec.activation)
-    return _with_experts(spec, moe, _qwen_layers(c))
+    moe = MoeSpec(parts.num_experts(c), c["moe_intermediate_size"], gate, spec.activation)
+    return parts.with_experts(spec, moe, _qwen_layers(c))
 
 
 def _olmoe(c: Config) -> DecoderSpec:
-    spec = _with_attention(_with_attention_bias(_base(c), c), qk_norm="flat", clip_qkv=c.get("clip_qkv"))
+    spec = parts.with_attention(parts.with_attention_bias(parts.base(c), c), qk_norm="flat", clip_qkv=c.get("clip_qkv"))
     gate = GateSpec(c["num_experts_per_tok"], renormalise=bool(c.get("norm_topk_prob")))
-    return _with_experts(spec, MoeSpec(_num_experts(c), c["intermediate_size"], gate, spec.activation))
+    return parts.with_experts(spec, MoeSpec(parts.num_experts(c), c["intermediate_size"], gate, spec.activation))
 
 
 def _granitemoe(c: Config) -> DecoderSpec:
@@ -252,11 +250,11 @@ def _with_granite_experts(spec: DecoderSpec, c: Config) -> DecoderSpec:
         spec.activation,
         shared=SharedExpertSpec(width) if width else None,
     )
-    return _with_experts(spec, moe)
+    return parts.with_experts(spec, moe)
 
 
 def _granite(c: Config, *, rotary_dim: int | None = None) -> DecoderSpec:
-    spec = _base(
+    spec = parts.base(
         c,
         rotary_dim=rotary_dim,
         embedding_multiplier=float(c["embedding_multiplier"]),
@@ -264,7 +262,7 @@ def _granite(c: Config, *, rotary_dim: int | None = None) -> DecoderSpec:
         logit_divisor=float(c["logits_scaling"]),
         fused_mlps=True,
     )
-    return _with_attention(_with_attention_bias(spec, c), scale=float(c["attention_multiplier"]))
+    return parts.with_attention(parts.with_attention_bias(spec, c), scale=float(c["attention_multiplier"]))
 
 
 def _granitemoehybrid(c: Config) -> DecoderSpec:
@@ -288,13 +286,13 @@ def _granitemoehybrid(c: Config) -> DecoderSpec:
         conv_bias=bool(c["mamba_conv_bias"]),
         bias=bool(c["mamba_proj_bias"]),
     )
-    spec = _with_recurrent(spec, c["layer_types"], "linear_attention", mamba)
+    spec = parts.with_recurrent(spec, c["layer_types"], "linear_attention", mamba)
     return _with_granite_experts(spec, c) if c["num_local_experts"] else spec
 
 
 def _lfm2_moe(c: Config) -> DecoderSpec:
     """Short convolutions and attention, each with a dense block or experts."""
-    spec = _with_attention(_base({**c, "hidden_act": "silu", "rms_norm_eps": c["norm_eps"]}), qk_norm="head")
+    spec = parts.with_attention(parts.base({**c, "hidden_act": "silu", "rms_norm_eps": c["norm_eps"]}), qk_norm="head")
     gate = GateSpec(
         c["num_experts_per_tok"],
         score="sigmoid",
@@ -305,21 +303,21 @@ def _lfm2_moe(c: Config) -> DecoderSpec:
     bias, first = bool(c["use_expert_bias"]), c["num_dense_layers"]
     moe = MoeSpec(c["num_experts"], c["moe_intermediate_size"], gate, spec.activation, correction_bias=bias)
     conv = ShortConvSpec(c["hidden_size"], c["conv_L_cache"], bool(c["conv_bias"]))
-    spec = _with_recurrent(spec, c["layer_types"], "conv", conv)
-    return _with_experts(spec, moe, lambda index: index >= first)
+    spec = parts.with_recurrent(spec, c["layer_types"], "conv", conv)
+    return parts.with_experts(spec, moe, lambda index: index >= first)
 
 
 def _phimoe(c: Config) -> DecoderSpec:
-    spec = _base(c, norm="layer", lm_head_bias=bool(c.get("lm_head_bias")))
-    spec = _with_windows(_with_attention_bias(spec, c), c)
+    spec = parts.base(c, norm="layer", lm_head_bias=bool(c.get("lm_head_bias")))
+    spec = parts.with_windows(parts.with_attention_bias(spec, c), c)
     # transformers' phimoe rotates by the short factors at any length; only the magnitude changes.
     spec = replace(spec, rope=replace(spec.rope, long_factor=spec.rope.short_factor))
     gate = GateSpec(c["num_experts_per_tok"], score="sparsemixer", jitter=float(c["router_jitter_noise"]))
-    return _with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
+    return parts.with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
 
 
 def _gpt_oss(c: Config) -> DecoderSpec:
-    spec = _with_attention(_with_windows(_with_attention_bias(_base(c), c), c), sinks=True)
+    spec = parts.with_attention(parts.with_windows(parts.with_attention_bias(parts.base(c), c), c), sinks=True)
     moe = MoeSpec(
         c["num_local_experts"],
         c["intermediate_size"],
@@ -329,33 +327,33 @@ def _gpt_oss(c: Config) -> DecoderSpec:
         expert_bias=True,
         transposed_experts=True,
     )
-    return _with_experts(spec, moe)
+    return parts.with_experts(spec, moe)
 
 
 def _glm4_moe(c: Config) -> DecoderSpec:
-    spec = _base(c, rotary_dim=_partial_rotary_dim(c))
-    spec = _with_attention(
+    spec = parts.base(c, rotary_dim=parts.partial_rotary_dim(c))
+    spec = parts.with_attention(
         spec, qkv_bias=bool(c.get("attention_bias")), qk_norm="head" if c.get("use_qk_norm") else "none"
     )
-    return _with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
+    return parts.with_experts(spec, parts.noaux_moe(c, spec.activation), parts.after_dense(c))
 
 
 def _dots1(c: Config) -> DecoderSpec:
-    spec = _with_attention(_with_windows(_with_attention_bias(_base(c), c), c), qk_norm="head")
-    return _with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
+    spec = parts.with_attention(parts.with_windows(parts.with_attention_bias(parts.base(c), c), c), qk_norm="head")
+    return parts.with_experts(spec, parts.noaux_moe(c, spec.activation), parts.after_dense(c))
 
 
 def _minimax_m2(c: Config) -> DecoderSpec:
-    spec = _with_attention(_base(c, rotary_dim=_partial_rotary_dim(c)), qk_norm="flat")
+    spec = parts.with_attention(parts.base(c, rotary_dim=parts.partial_rotary_dim(c)), qk_norm="flat")
     gate = GateSpec(c["num_experts_per_tok"], score="sigmoid", renormalise=True)
     moe = MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation, correction_bias=True)
-    return _with_experts(spec, moe)
+    return parts.with_experts(spec, moe)
 
 
 def _ernie4_5_moe(c: Config) -> DecoderSpec:
     bias = bool(c.get("use_bias"))
-    spec = _base(c, interleaved=True, mlp_bias=bias, lm_head_bias=bias)
-    spec = replace(_with_attention(spec, qkv_bias=bias, out_bias=bias), rope=replace(spec.rope, keep_fp32=True))
+    spec = parts.base(c, interleaved=True, mlp_bias=bias, lm_head_bias=bias)
+    spec = replace(parts.with_attention(spec, qkv_bias=bias, out_bias=bias), rope=replace(spec.rope, keep_fp32=True))
     moe = MoeSpec(
         c["moe_num_experts"],
         c["moe_intermediate_size"],
@@ -363,16 +361,16 @@ def _ernie4_5_moe(c: Config) -> DecoderSpec:
         spec.activation,
         gate_fp32=True,
         correction_bias=True,
-        shared=_shared_expert(c, "moe_num_shared_experts", bias=bias),
+        shared=parts.shared_expert(c, "moe_num_shared_experts", bias=bias),
     )
     first, last = c["moe_layer_start_index"], c["moe_layer_end_index"]
     last = spec.num_layers - 1 if last < 0 else last
     step = c.get("moe_layer_interval") or 1
-    return _with_experts(spec, moe, lambda index: first <= index <= last and (index + 1) % step == 0)
+    return parts.with_experts(spec, moe, lambda index: first <= index <= last and (index + 1) % step == 0)
 
 
 def _deepseek_v2(c: Config) -> DecoderSpec:
-    spec = _mla(c, interleaved=True)
+    spec = parts.mla(c, interleaved=True)
     grouped = c.get("topk_method") == "group_limited_greedy"
     if not grouped and c.get("topk_method", "greedy") != "greedy":
         raise UnsupportedModel(f"The topk_method {c['topk_method']!r} is not supported for deepseek_v2.")
@@ -383,15 +381,17 @@ def _deepseek_v2(c: Config) -> DecoderSpec:
         top_groups=c["topk_group"] if grouped else 1,
         group_score="max",
     )
-    shared = _shared_expert(c, "n_shared_experts", bias=spec.mlp_bias)
-    moe = MoeSpec(_num_experts(c), c["moe_intermediate_size"], gate, spec.activation, gate_fp32=True, shared=shared)
-    return _with_experts(spec, moe, _after_dense(c))
+    shared = parts.shared_expert(c, "n_shared_experts", bias=spec.mlp_bias)
+    moe = MoeSpec(
+        parts.num_experts(c), c["moe_intermediate_size"], gate, spec.activation, gate_fp32=True, shared=shared
+    )
+    return parts.with_experts(spec, moe, parts.after_dense(c))
 
 
 def _deepseek_v3(c: Config) -> DecoderSpec:
-    spec = _mla(c, interleaved=bool(c.get("rope_interleave", True)))
+    spec = parts.mla(c, interleaved=bool(c.get("rope_interleave", True)))
     spec = replace(spec, mlp_bias=False)
-    return _with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
+    return parts.with_experts(spec, parts.noaux_moe(c, spec.activation), parts.after_dense(c))
 
 
 def _glm4_moe_lite(c: Config) -> DecoderSpec:
@@ -401,11 +401,11 @@ def _glm4_moe_lite(c: Config) -> DecoderSpec:
 
 
 def _deepseek_v32(c: Config) -> DecoderSpec:
-    return _with_indexer(_glm4_moe_lite(c), c, interleaved=False)
+    return parts.with_indexer(_glm4_moe_lite(c), c, interleaved=False)
 
 
 def _glm_moe_dsa(c: Config) -> DecoderSpec:
-    spec, types = _with_indexer(_glm4_moe_lite(c), c, interleaved=True), c["indexer_types"]
+    spec, types = parts.with_indexer(_glm4_moe_lite(c), c, interleaved=True), c["indexer_types"]
     if len(types) < spec.num_layers or set(types) - {"full", "shared"} or types[0] == "shared":
         raise ModelError(
             "The configuration's indexer_types do not say how each layer of attention finds its positions."
@@ -414,18 +414,18 @@ def _glm_moe_dsa(c: Config) -> DecoderSpec:
 
 
 def _qwen3_next(c: Config) -> DecoderSpec:
-    spec = _hybrid(c, by_key_head=True)
-    return _with_experts(spec, _qwen_moe(c, spec.activation, bool(c.get("norm_topk_prob"))), _qwen_layers(c))
+    spec = parts.hybrid(c, by_key_head=True)
+    return parts.with_experts(spec, _qwen_moe(c, spec.activation, bool(c.get("norm_topk_prob"))), _qwen_layers(c))
 
 
 def _qwen3_5_text(c: Config) -> DecoderSpec:
-    return _hybrid(c, by_key_head=False)
+    return parts.hybrid(c, by_key_head=False)
 
 
 def _qwen3_5_moe_text(c: Config) -> DecoderSpec:
     # No layer is without experts.
-    spec = _hybrid({**c, "intermediate_size": c["moe_intermediate_size"]}, by_key_head=False)
-    return _with_experts(spec, _qwen_moe(c, spec.activation, True))
+    spec = parts.hybrid({**c, "intermediate_size": c["moe_intermediate_size"]}, by_key_head=False)
+    return parts.with_experts(spec, _qwen_moe(c, spec.activation, True))
 
 
 def _inside(build: Callable[[Config], DecoderSpec]) -> Callable[[Config], DecoderSpec]:
@@ -442,15 +442,15 @@ def _gemma4_text(c: Config) -> DecoderSpec:
     if (obstacle := _gemma4_obstacle(c)) is not None:
         raise UnsupportedModel(f"Models of type {c['model_type']!r} with {obstacle} are not computed by our own code.")
     base = {**c, "hidden_act": c["hidden_activation"]}
-    spec = _base(
+    spec = parts.base(
         {**base, "rope_parameters": c["rope_parameters"]["sliding_attention"]},
         added_norms=True,
         layer_scales=True,
         embedding_multiplier=c["hidden_size"] ** 0.5,
         logit_softcap=None if c.get("final_logit_softcapping") is None else float(c["final_logit_softcapping"]),
     )
-    spec = _with_attention(_with_attention_bias(spec, c), scale=1.0, qk_norm="head", value_norm=True)
-    narrow, types = spec.attention, _layer_types(c["layer_types"], spec, "sliding_attention")
+    spec = parts.with_attention(parts.with_attention_bias(spec, c), scale=1.0, qk_norm="head", value_norm=True)
+    narrow, types = spec.attention, parts.layer_types(c["layer_types"], spec, "sliding_attention")
     assert isinstance(narrow, AttentionSpec)
     wide = _gemma4_wide_layers(c, types)
     head_dim = wide.get("head_dim", narrow.head_dim)
@@ -486,7 +486,7 @@ def _gemma4_text(c: Config) -> DecoderSpec:
         expert_scales=True,
         shared=SharedExpertSpec(c["intermediate_size"]),
     )
-    return _with_experts(spec, moe)
+    return parts.with_experts(spec, moe)
 
 
 def _gemma4_wide_layers(c: Config, types: Sequence[str]) -> Config:
@@ -531,7 +531,7 @@ def _nemotron_h(c: Config) -> DecoderSpec:
         conv_bias=bool(c.get("use_conv_bias")),
         bias=bool(c.get("use_bias")),
     )
-    spec = _base(
+    spec = parts.base(
         {**c, "num_hidden_layers": len(types), "rms_norm_eps": c["layer_norm_epsilon"]},
         rotary_dim=0,
         activation=activation,
@@ -544,14 +544,14 @@ def _nemotron_h(c: Config) -> DecoderSpec:
         return spec
     shared = SharedExpertSpec(c["moe_shared_expert_intermediate_size"], bias=bool(c.get("mlp_bias")))
     moe = replace(
-        _noaux_moe({**c, "n_shared_experts": 0}, activation), shared=shared, hidden_size=c.get("moe_latent_size")
+        parts.noaux_moe({**c, "n_shared_experts": 0}, activation), shared=shared, hidden_size=c.get("moe_latent_size")
     )
-    return _with_experts(spec, moe, lambda index: types[index] == "moe")
+    return parts.with_experts(spec, moe, lambda index: types[index] == "moe")
 
 
 def _moeserve_demo(c: Config) -> DecoderSpec:
     """Return a dense model whose neurons are split: the shared expert always runs, chosen experts add unweighted."""
-    spec = _base(c)
+    spec = parts.base(c)
     moe = MoeSpec(
         c["num_local_experts"],
         c["moe_intermediate_size"],
@@ -561,7 +561,7 @@ def _moeserve_demo(c: Config) -> DecoderSpec:
         gate_bias=True,
         shared=SharedExpertSpec(c["shared_expert_intermediate_size"]) if c["shared_expert_intermediate_size"] else None,
     )
-    return _with_experts(spec, moe)
+    return parts.with_experts(spec, moe)
 
 
 _BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
@@ -603,191 +603,3 @@ _OBSTACLES: dict[str, Callable[[Config], str | None]] = {
     "gemma4": lambda c: _gemma4_obstacle(text if isinstance(text := c.get("text_config"), Mapping) else {}),
     "gemma4_text": _gemma4_obstacle,
 }
-
-
-# Parts that several model types share.
-
-_ACTIVATIONS: dict[str, ActivationKind] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-
-
-def _base(c: Config, *, rotary_dim: int | None = None, interleaved: bool = False, **fields: Any) -> DecoderSpec:
-    """Return a plain llama without biases, with ``fields`` of the spec replaced."""
-    heads, num_layers = c["num_attention_heads"], c["num_hidden_layers"]
-    head_dim = c.get("head_dim") or c["hidden_size"] // heads
-    attention = AttentionSpec(heads, c.get("num_key_value_heads") or heads, head_dim, head_dim**-0.5)
-    rope = parse_rope(
-        c.get("rope_parameters") or {},
-        rotary_dim=head_dim if rotary_dim is None else rotary_dim,
-        max_position=c["max_position_embeddings"],
-        interleaved=interleaved,
-    )
-    spec = DecoderSpec(
-        model_type=c["model_type"],
-        vocab_size=c["vocab_size"],
-        hidden_size=c["hidden_size"],
-        intermediate_size=c["intermediate_size"],
-        max_position=c["max_position_embeddings"],
-        attention=attention,
-        rope=rope,
-        sparse_layers=(False,) * num_layers,
-        windows=(None,) * num_layers,
-        activation=_activation(c),
-        norm_eps=c["rms_norm_eps"],
-        tie_embeddings=bool(c.get("tie_word_embeddings")),
-        eos_token_ids=token_ids(c.get("eos_token_id")),
-        bos_token_id=c.get("bos_token_id"),
-        quantization=quantization_spec(c.get("quantization_config")),
-    )
-    return replace(spec, **fields) if fields else spec
-
-
-def _mla(c: Config, *, interleaved: bool) -> DecoderSpec:
-    """Return `_base` with the latent attention of DeepSeek-V2."""
-    spec = _base(c, rotary_dim=c["qk_rope_head_dim"], interleaved=interleaved, mlp_bias=bool(c.get("mlp_bias")))
-    nope, rope = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
-    return replace(
-        spec,
-        attention=MlaSpec(
-            num_heads=c["num_attention_heads"],
-            q_lora_rank=c.get("q_lora_rank"),
-            kv_lora_rank=c["kv_lora_rank"],
-            nope_dim=nope,
-            rope_dim=rope,
-            value_dim=c["v_head_dim"],
-            scale=(nope + rope) ** -0.5 * yarn_softmax_multiplier(spec.rope),
-            bias=bool(c.get("attention_bias")),
-        ),
-    )
-
-
-def _with_indexer(spec: DecoderSpec, c: Config, *, interleaved: bool) -> DecoderSpec:
-    """Have the tokens of a latent attention attend to the positions that an indexer chooses."""
-    assert isinstance(spec.attention, MlaSpec)
-    if set(c["layer_types"]) != {"indexed_attention"} or spec.attention.q_lora_rank is None:
-        raise UnsupportedModel(f"Models of type {c['model_type']!r} with layers without an indexer are not supported.")
-    indexer = IndexerSpec(c["index_n_heads"], c["index_head_dim"], c["index_topk"], interleaved)
-    if indexer.head_dim < spec.attention.rope_dim:
-        raise ModelError(f"An indexer's heads of {indexer.head_dim} cannot rotate {spec.attention.rope_dim} channels.")
-    return replace(spec, attention=replace(spec.attention, indexer=indexer))
-
-
-def _hybrid(c: Config, *, by_key_head: bool) -> DecoderSpec:
-    """Return a dense model of gated delta nets, with gated attention in some layers."""
-    spec = _base(c, rotary_dim=_partial_rotary_dim(c), zero_centred_norms=True)
-    spec = _with_attention(_with_attention_bias(spec, c), qk_norm="head", gated=True)
-    net = DeltaNetSpec(
-        num_key_heads=c["linear_num_key_heads"],
-        num_value_heads=c["linear_num_value_heads"],
-        key_dim=c["linear_key_head_dim"],
-        value_dim=c["linear_value_head_dim"],
-        conv_width=c["linear_conv_kernel_dim"],
-        by_key_head=by_key_head,
-    )
-    return _with_recurrent(spec, c["layer_types"], "linear_attention", net)
-
-
-def _with_recurrent(
-    spec: DecoderSpec, types: Sequence[str], special: str, recurrent: DeltaNetSpec | MambaSpec | ShortConvSpec
-) -> DecoderSpec:
-    """Replace attention in the layers whose type is ``special``."""
-    types = _layer_types(types, spec, special)
-    if "full_attention" not in types:
-        raise UnsupportedModel("Models without a layer of attention are not supported.")
-    layers = tuple(kind == special for kind in types)
-    return replace(spec, recurrent_layers=layers, recurrent=recurrent if any(layers) else None)
-
-
-def _with_attention(spec: DecoderSpec, **fields: Any) -> DecoderSpec:
-    assert isinstance(spec.attention, AttentionSpec)
-    return replace(spec, attention=replace(spec.attention, **fields))
-
-
-def _with_attention_bias(spec: DecoderSpec, c: Config) -> DecoderSpec:
-    """Put the bias of ``attention_bias`` on all four projections."""
-    bias = bool(c.get("attention_bias"))
-    return _with_attention(spec, qkv_bias=bias, out_bias=bias)
-
-
-def _with_windows(spec: DecoderSpec, c: Config) -> DecoderSpec:
-    """Set ``sliding_window`` on the layers that ``layer_types`` names, or on all without that list. 0 is no window."""
-    window, types = c.get("sliding_window") or None, c.get("layer_types")
-    if types is None:
-        return replace(spec, windows=(window,) * spec.num_layers)
-    types = _layer_types(types, spec, "sliding_attention")
-    return replace(spec, windows=tuple(window if kind == "sliding_attention" else None for kind in types))
-
-
-def _layer_types(types: Sequence[str], spec: DecoderSpec, special: str) -> Sequence[str]:
-    """Return the ``layer_types`` of the spec's layers, each ``full_attention`` or the special one."""
-    if len(types) < spec.num_layers:
-        raise ModelError(f"The configuration's layer_types has {len(types)} entries for {spec.num_layers} layers.")
-    types = types[: spec.num_layers]
-    unknown = set(types) - {"full_attention", special}
-    if unknown:
-        raise UnsupportedModel(f"Layers of type {min(unknown)!r} are not supported.")
-    return types
-
-
-def _with_experts(spec: DecoderSpec, moe: MoeSpec, layers: Callable[[int], bool] = lambda index: True) -> DecoderSpec:
-    """Put experts on the layers for which ``layers(index)`` is true."""
-    return replace(spec, moe=moe, sparse_layers=tuple(layers(index) for index in range(spec.num_layers)))
-
-
-def _after_dense(c: Config) -> Callable[[int], bool]:
-    """Return the ``layers`` of `_with_experts` that leaves out the first ``first_k_dense_replace``."""
-    first = c.get("first_k_dense_replace") or 0
-    return lambda index: index >= first
-
-
-def _noaux_moe(c: Config, activation: Activation) -> MoeSpec:
-    """Return the auxiliary-loss-free gate of DeepSeek-V3: sigmoid scores, and a bias that affects the choice only."""
-    gate = GateSpec(
-        c["num_experts_per_tok"],
-        score="sigmoid",
-        renormalise=bool(c.get("norm_topk_prob", True)),
-        norm_min=1e-20,
-        scale=float(c.get("routed_scaling_factor") or 1.0),
-        num_groups=c.get("n_group") or 1,
-        top_groups=c.get("topk_group") or 1,
-    )
-    return MoeSpec(
-        _num_experts(c),
-        c["moe_intermediate_size"],
-        gate,
-        activation,
-        gate_fp32=True,
-        correction_bias=True,
-        shared=_shared_expert(c, "n_shared_experts"),
-    )
-
-
-def _partial_rotary_dim(c: Config) -> int:
-    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-    return int(head_dim * ((c.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0))
-
-
-def _shared_expert(c: Config, count: str, *, bias: bool = False) -> SharedExpertSpec | None:
-    """Return the shared experts as one wide block, as they are stored. count: the key that gives their number."""
-    number = c.get(count) or 0
-    return SharedExpertSpec(number * c["moe_intermediate_size"], bias=bias) if number else None
-
-
-def _num_experts(c: Config) -> int:
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if c.get(name) is not None:
-            return int(c[name])
-    raise KeyError("num_experts")
-
-
-def _activation(c: Config) -> Activation:
-    name = c.get("hidden_act", "silu")
-    if name not in _ACTIVATIONS:
-        raise UnsupportedModel(f"The activation {name!r} is not supported.")
-    return Activation(_ACTIVATIONS[name])

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from moeserve.model.checkpoint import (
+from moeserve.model.dummy import write_dummy_index
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.packed.parts import fp8_dtype
+from moeserve.model.spec import DecoderSpec, QuantizationSpec
+from moeserve.model.stored import TensorInfo, item_bits
+from moeserve.model.tensor_names import (
     TensorRef,
     Tensors,
     fused_expert_tensors,
@@ -15,11 +20,6 @@ from moeserve.model.checkpoint import (
     mxfp4_expert_tensors,
     outer_tensors,
 )
-from moeserve.model.dummy import write_dummy_index
-from moeserve.model.families import build_spec, load_config
-from moeserve.model.packed.parts import fp8_dtype
-from moeserve.model.spec import DecoderSpec, QuantizationSpec
-from moeserve.model.stored import TensorInfo, item_bits
 
 _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # In quantised checkpoints, these projections stay as they were trained.

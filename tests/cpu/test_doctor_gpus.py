@@ -14,10 +14,10 @@ from moeserve.config import ServeConfig
 from moeserve.engine.doctor import setups_of
 from moeserve.engine.known_model import NativeModel, examine
 from moeserve.machine import Gpu
-from moeserve.model.checkpoint import TensorRef, fused_expert_tensors, layer_tensors, outer_tensors
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.stored import TensorInfo
+from moeserve.model.tensor_names import TensorRef, fused_expert_tensors, layer_tensors, outer_tensors
 from tests.cpu.test_doctor import GIB, MACHINE, QWEN3, folder_of
 from tests.support.recorded_gpus import GPUS
 

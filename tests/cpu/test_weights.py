@@ -16,10 +16,11 @@ from torch import Tensor
 from kernels.activation import Activation
 from kernels.moe import moe_experts, moe_experts_partial
 from kernels.packed_experts import PackedExperts
-from moeserve.model.checkpoint import layer_tensors, outer_tensors, plan_weights, read_index
+from moeserve.model.checkpoint import plan_weights, read_index
 from moeserve.model.packed.tensors import expand_fp8
 from moeserve.model.spec import DecoderSpec, QuantizationSpec
 from moeserve.model.stored import PackedPart
+from moeserve.model.tensor_names import layer_tensors, outer_tensors
 from moeserve.model.tensor_reader import dequantise_mxfp4
 from moeserve.model.weights import load_decoder
 from tests.support.checkpoints import change_tensors, load, logits_of, reference_logits, spec_of
