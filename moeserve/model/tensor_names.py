@@ -134,8 +134,8 @@ def _gqa(attention: AttentionSpec, hidden: int, prefixes: tuple[str, ...]) -> Te
         flat = attention.qk_norm == "flat"
         for key, rows in (("q", q_size), ("k", kv_size)):
             shape = (rows if flat else attention.head_dim,)
-            names = named(f"{key}norm.weight") + named(f"{key}_layernorm.weight")
-            tensors[f"{key}norm"] = TensorRef(names, shape)
+            names = named(f"{key}_norm.weight") + named(f"{key}_layernorm.weight")
+            tensors[f"{key}_norm"] = TensorRef(names, shape)
     if attention.sinks:
         tensors["sinks"] = TensorRef(named("sinks"), (attention.num_heads,))
     return tensors
