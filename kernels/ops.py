@@ -89,7 +89,7 @@ class Ops(Protocol):
     """Operations on tensors of one device. A method mutates only the arguments that it names as mutated.
 
     keeps_narrow: float32 products read 16-bit weights without widening them first. wide_angles: heads are rotated in
-    float32 whatever their dtype.
+    float32 whatever their dtype. same_bits: a row's bits do not depend on the other rows of a step.
     """
 
     @property
@@ -100,6 +100,9 @@ class Ops(Protocol):
 
     @property
     def wide_angles(self) -> bool: ...
+
+    @property
+    def same_bits(self) -> bool: ...
 
     def on_device(self, values: Tensor) -> Tensor:
         """Return values on the device, a copy unless they are there already."""
@@ -245,11 +248,12 @@ class PagedRows:
 
 
 class CpuOps:
-    """`Ops` on a CPU. A row's bits do not depend on the other rows of a step."""
+    """`Ops` on a CPU."""
 
     device = torch.device("cpu")
     keeps_narrow = True
     wide_angles = False
+    same_bits = True
     sample = staticmethod(sample)
     sigmoid = staticmethod(sigmoid)
     softcap = staticmethod(softcap)

@@ -72,8 +72,10 @@ _ALWAYS_UNKNOWN = (
     "How fast other programs let this machine be.",
 )
 _OF_A_GPU = "What the largest step takes on a GPU, known once the model is loaded: KV gets that much less."
-_STATES_ON_A_GPU = "What fits into a GPU: the memory of recurrent states there is not planned before loading."
-_ON_A_CPU_ALONE = "What fits into a GPU: models on transformers' code are served on a CPU."
+_UNPLANNED_ON_A_GPU = (
+    "What fits into a GPU: recurrent states, and models on transformers' code, are not planned there before loading; "
+    "--device cuda tries it."
+)
 _OF_EXPERT_MEMORY = "How often tokens choose experts that are not in memory, and so how fast --expert-memory is."
 
 
@@ -351,9 +353,7 @@ class _Report:
         if gpu_names() and not self._machine.gpus:
             sentences.append("What fits into the GPU: torch finds none that it can use.")
         if self._machine.gpus and self._setups and all(setup.device == "cpu" for setup in self._setups):
-            from moeserve.engine.known_model import NativeModel
-
-            sentences.append(_STATES_ON_A_GPU if isinstance(self._model, NativeModel) else _ON_A_CPU_ALONE)
+            sentences.append(_UNPLANNED_ON_A_GPU)
         if any(setup.device == "cuda" for setup in self._setups):
             sentences.append(_OF_A_GPU)
         if any("--expert-memory" in setup.flags for setup in self._setups):

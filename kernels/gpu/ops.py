@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Activation, activate
+from kernels.attention_plan import AttentionPlan
 from kernels.cpu.packing import results_in_order
 from kernels.gpu import recurrent
 from kernels.gpu.attention import ExtendRun, PagedContext, Partials, Scoring, paged_attention
@@ -62,6 +63,30 @@ class Sequences:
     extends: Mapping[int | None, ExtendRun] = field(default_factory=dict)
 
 
+# The shape of a layer's attention: query heads, KV heads, channels of a key and of a value, and the window.
+LayerShape = tuple[int, int, int, int, int | None]
+
+
+@dataclass(slots=True)
+class SequencesByShape:
+    """`kernels.ops.AttentionContext` on a GPU for a model whose layers may attend in several shapes.
+
+    slots: as in `Sequences`. plan: the same sequences on the host. make: returns them for one shape; each is made once,
+    when a layer first attends in it.
+    """
+
+    slots: Tensor
+    plan: AttentionPlan
+    make: Callable[[LayerShape], Sequences]
+    made: dict[LayerShape, Sequences] = field(default_factory=dict)
+
+    def of(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Sequences:
+        shape = (q.shape[1], keys.shape[0], keys.shape[2], values.shape[2], window)
+        if shape not in self.made:
+            self.made[shape] = self.make(shape)
+        return self.made[shape]
+
+
 class GpuOps:
     """`kernels.ops.Ops` on a GPU, or on a CPU under Triton's interpreter.
 
@@ -71,6 +96,7 @@ class GpuOps:
 
     keeps_narrow = False
     wide_angles = True
+    same_bits = False
     short_conv = staticmethod(recurrent.short_conv)
     gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
     mamba1_scan = staticmethod(recurrent.mamba1_scan)
@@ -227,8 +253,10 @@ class GpuOps:
         sinks: Tensor | None = None,
         value_dim: int | None = None,
     ) -> Tensor:
-        assert isinstance(context, Sequences)
         values = keys[..., :value_dim] if values is None else values
+        if isinstance(context, SequencesByShape):
+            context = context.of(q, keys, values, window)
+        assert isinstance(context, Sequences)
         return paged_attention(
             q,
             PagedContext(keys, values, context.block_table, context.seq_lens, context.block_size),

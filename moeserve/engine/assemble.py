@@ -41,6 +41,7 @@ from moeserve.model.expert_store import stored_experts
 from moeserve.model.expert_weights import LayerExperts, Rereader
 from moeserve.model.generation import load_generation_defaults
 from moeserve.model.spec import NO_NUMBERS, CheckpointError, DecoderSpec, ModelSpec
+from moeserve.model.spec import Progress as StageProgress
 from moeserve.model.stages import stages_of
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.weights import DispatchOf, load_decoder
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     # Both import torch.distributed and deepspeed, which a single rank does not need.
     from experts.parallel.collectives import Collectives
     from experts.parallel.dispatch import Compute
+    from moeserve.model.gpu.model import GpuSettings  # It loads Triton.
 
 # The tokens of the first prompt, if a block holds as many.
 _PROMPT_TOKENS = 4
@@ -225,10 +227,16 @@ def _open_body(
         return CpuBody(plan, config, resident, num_packers, pipe, partners)
     from moeserve.engine.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
-    assert isinstance(plan.spec, DecoderSpec)
+    def told(stage: str, done: int, total: int) -> None:
+        report(Loading(done, total, stage))
+
+    keeps_stored = plan.rounding.keeps_stored
+    if not isinstance(plan.spec, DecoderSpec):
+        settings = gpu_settings(config, state_demand(plan.spec, plan.dtype, config), keeps_stored=keeps_stored)
+        return _open_transformers_body(directory, plan, settings, told)
     shared = pipe or partners
     part = plan.spec if shared is None else shared.part
-    settings = gpu_settings(config, state_demand(part, plan.dtype, config), keeps_stored=plan.rounding.keeps_stored)
+    settings = gpu_settings(config, state_demand(part, plan.dtype, config), keeps_stored=keeps_stored)
     body = GpuBody(
         directory,
         plan.spec,
@@ -239,7 +247,7 @@ def _open_body(
         current_gpu() if collectives is None else collectives.device,
         observers,
         _progress(plan, report),
-        lambda stage, done, total: report(Loading(done, total, stage)),
+        told,
         owned=owned,
         replays_with=None if collectives is None or shared is not None else config.dispatch,
         collectives=collectives,
@@ -253,6 +261,14 @@ def _open_body(
         all_there = body.resident is None
         log.info("decode_steps_not_captured", dispatch=config.dispatch, all_experts_in_memory=all_there)
     return body
+
+
+def _open_transformers_body(directory: Path, plan: ModelPlan, settings: GpuSettings, told: StageProgress) -> Body:
+    from moeserve.engine.gpu_transformers_body import TransformersGpuBody  # Imported late: both load modelling code.
+    from moeserve.model.hf.spec import TransformersSpec
+
+    assert isinstance(plan.spec, TransformersSpec)
+    return TransformersGpuBody(directory, plan.spec, plan.dtype, plan.rounding, settings, current_gpu(), told)
 
 
 def _make_group(config: ServeConfig, plan: ModelPlan, body: Body, collectives: Collectives) -> Group:

@@ -118,7 +118,11 @@ def setups_of(
     on_cpu = replace(config, device="cpu")
     refusal = _refusal(on_cpu, model)
     if isinstance(model, BorrowedModel):
-        return [refusal] if refusal is not None else list(_borrowed_on_cpu(model.sized, machine, on_cpu))
+        found = [refusal] if refusal is not None else list(_borrowed_on_cpu(model.sized, machine, on_cpu))
+        obstacle = model.sized.spec.gpu_obstacle
+        if obstacle is not None and smallest_gpu(machine) is not None:
+            found.append(Setup("cuda", _flags_of(on_gpu or for_gpu(config)), obstacle))
+        return found
     assert isinstance(model, NativeModel)
     setups = [refusal] if refusal is not None else list(_on_cpu(model, machine, on_cpu))
     least = smallest_gpu(machine)
@@ -143,6 +147,8 @@ def gpu_obstacle(folder: Path, config: ServeConfig, gpus: Sequence[Gpu]) -> str 
     choose_device(config, lambda _: None)
     check_kv_tiers(config, "cuda")
     spec, _ = read_any_spec(folder, config, "cuda")
+    if not isinstance(spec, DecoderSpec):
+        return "its checks do not cover transformers' code, which computes this model; --device cuda tries it"
     if spec.state_layers:
         return "the memory of recurrent states there is not planned before loading; --device cuda tries it"
     model = examine(folder)

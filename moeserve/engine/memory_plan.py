@@ -130,14 +130,27 @@ def read_any_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> 
         return read_spec(directory, config, device)
     if is_gguf_folder(directory) and is_native(described, "auto"):
         raise ConfigError("Our own code computes this GGUF file: leave --model-impl at auto.")
-    if device != "cpu":
-        raise ConfigError("A model on transformers' code is served on a CPU only so far: give --device cpu.")
     if _drafts_by_mtp(config):
         raise ConfigError("--speculative-config: MTP layers draft tokens of models on our own code alone.")
+    if device != "cpu":
+        _check_transformers_on_gpu(config)
     from moeserve.model.hf.spec import read_transformers_spec  # Imported late: it loads transformers' modelling code.
 
     spec = read_transformers_spec(directory)
+    if device != "cpu" and spec.gpu_obstacle is not None:
+        raise ConfigError(spec.gpu_obstacle)
     return spec, compute_dtype(config, device)
+
+
+def _check_transformers_on_gpu(config: ServeConfig) -> None:
+    """Raise ConfigError for settings of a GPU that models on transformers' code do not honour."""
+    ours = "a model on our own code so far"
+    if config.num_ranks > 1:
+        raise ConfigError(f"--device cuda: several GPUs are for {ours}, and transformers' code computes this one.")
+    for name in ("expert_memory", "kv_cache_dtype"):
+        if getattr(config, name) != getattr(ServeConfig, name):
+            flag = f"--{name.replace('_', '-')} {getattr(config, name)}"
+            raise ConfigError(f"{flag} on a GPU is for {ours}, and transformers' code computes this one.")
 
 
 @contextmanager

@@ -233,6 +233,13 @@ class StepDecoder(Protocol):
     def ops(self) -> Ops: ...
 
     @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def gives_logits(self) -> bool:
+        """See `Decoder.gives_logits`."""
+
+    @property
     def max_model_len(self) -> int: ...
 
     def settle(self, begin_step: Callable[[int], None]) -> None:

@@ -155,9 +155,13 @@ class DecoderSpec(ModelSpec):
         """Why no GPU serves the model, in a sentence; None if one does."""
         is_indexed = isinstance(self.attention, MlaSpec) and self.attention.indexer is not None
         has_other_states = isinstance(self.recurrent, MambaSpec | ShortConvSpec)
-        if not (self.added_norms or self.single_parts or is_indexed or has_other_states):
+        if is_indexed:
+            kind = f"models of type {self.model_type!r}"
+            return f"--device cuda: {kind} are computed on a CPU only so far, as their attention is indexed."
+        if not (self.added_norms or self.single_parts or has_other_states):
             return None
-        return f"--device cuda: models of type {self.model_type!r} are computed on a CPU only so far."
+        code = "our own code computes models of type"
+        return f"--device cuda: {code} {self.model_type!r} on a CPU only so far; --model-impl transformers takes a GPU."
 
     @property
     def last_layer_is_partial(self) -> bool:

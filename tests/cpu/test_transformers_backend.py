@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from benchmarks.token_engine import Completion, TokenEngine
 from kernels.specs import Activation
 from moeserve.config import ConfigError
-from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.memory_plan import plan_model, read_any_spec
 from moeserve.model.hf.expert_form import form_of
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.fused import FusedAttention
@@ -112,6 +113,34 @@ def test_attention_of_common_forms_is_fused(model_type: str, num_fused: int, tmp
     decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))
     assert sum(isinstance(mixer.forward, FusedAttention) for _, mixer in find_mixers(decoder._code.body)) == num_fused
     assert worst_difference(own, decoder) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("glm_moe_dsa", "their attention is indexed"), ("minimax", "a part of .* memory lies outside the KV pool")],
+)
+def test_a_type_that_no_gpu_computes_is_refused_there_in_one_sentence(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    save_tiny(model_type, tmp_path)
+    with pytest.raises(ConfigError, match=rf"^--device cuda: [^.]* on a CPU only so far, as {reason}\.$"):
+        read_any_spec(tmp_path, replace(THEIRS, device="cuda"), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"expert_parallel_size": 2}, "--device cuda: several GPUs are"),
+        ({"expert_memory": 2**20}, "--expert-memory 1048576 on a GPU"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 on a GPU"),
+    ],
+)
+def test_a_setting_of_a_gpu_that_transformers_code_does_not_honour_is_refused(
+    settings: dict[str, Any], flag: str, tmp_path: Path
+) -> None:
+    save_tiny("mixtral", tmp_path)
+    with pytest.raises(ConfigError, match=rf"^{flag} .*for a model on our own code so far, and transformers' code"):
+        read_any_spec(tmp_path, replace(THEIRS, device="cuda", **settings), "cuda")
 
 
 def test_angles_that_differ_between_their_halves_are_left_to_transformers() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moeserve.model.decoder import ForwardBatch
-from moeserve.model.gpu.batches import AttentionLimits
+from moeserve.model.gpu.batches import AttentionLimits, native_limits
 from moeserve.model.gpu.model import graphs_of_all_sizes
 from moeserve.model.gpu.runner import Computed, DecodeSteps, HeardDecoder
 from moeserve.model.gpu.setup import blank_arrays
@@ -106,7 +106,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 def limits(tmp_path_factory: pytest.TempPathFactory) -> AttentionLimits:
     folder: Path = tmp_path_factory.mktemp("model")
     save("mixtral", folder)
-    return AttentionLimits(spec_of(folder), 4, 32, torch.float32, torch.device("cpu"))
+    return native_limits(spec_of(folder), 4, 32, torch.float32, torch.device("cpu"))
 
 
 def decode_steps(log: Log, limits: AttentionLimits, peers: Peers | None) -> DecodeSteps:

@@ -25,6 +25,7 @@ CHECKED = (
     "moeserve/engine/ranks",
     "moeserve/device.py",
     "moeserve/engine/gpu_body.py",
+    "moeserve/engine/gpu_transformers_body.py",
     "moeserve/engine/kv/host.py",
     "moeserve/plan.py",
     "moeserve/engine/rank.py",
@@ -32,8 +33,6 @@ CHECKED = (
     "tests/kernels",
     "tests/behaviour",
 )
-# Models on transformers' code are computed on a CPU alone.
-NOT_CHECKED = Path("moeserve/model/hf")
 
 
 def digest(root: Path) -> str:
@@ -69,10 +68,7 @@ def _files(root: Path) -> list[Path]:
     for name in CHECKED:
         path = root / name
         found += [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    left_out = {root / RECORD, root / NOT_CHECKED}
-    return sorted(
-        path for path in found if "__pycache__" not in path.parts and left_out.isdisjoint((path, *path.parents))
-    )
+    return sorted(path for path in found if "__pycache__" not in path.parts and path != root / RECORD)
 
 
 def main(root: Path, *arguments: str) -> int:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeserve.model.decoder import Decoder
-from moeserve.model.gpu.batches import AttentionLimits, StepBatches
+from moeserve.model.decoder import Decoder, StepDecoder
+from moeserve.model.gpu.batches import Batches, StepBatches, native_limits
 from moeserve.model.kv_pool import KVPool
-from moeserve.model.state_pool import StatePool, pools_by_layer
+from moeserve.model.state_pool import StatePool
 from moeserve.model.step_arrays import step_arrays
 from moeserve.plan import Chunk, StateUse
 from tests.support.paged_runner import PagedRunner
@@ -31,10 +31,16 @@ def two_requests() -> list[list[int]]:
 
 def gpu_logits(decoder: Decoder, requests: Sequence[list[int]], kv_dtype: torch.dtype | None = None) -> list[Tensor]:
     """[len(tokens), vocab_size] of each request on the CPU, computed in `STEPS` over pools full of NaN."""
-    spec, dtype, device = decoder.spec, decoder.dtype, decoder.device
     # Prompts of five and three tokens are computed otherwise than prompts of one and two.
-    limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, device, kv_dtype, max_extend=2)
-    batches = StepBatches(limits, max_seqs=4)
+    limits = native_limits(decoder.spec, BLOCK_SIZE, MAX_LEN, decoder.dtype, decoder.device, kv_dtype, max_extend=2)
+    return logits_in_steps(decoder, StepBatches(limits, max_seqs=4), requests, kv_dtype)
+
+
+def logits_in_steps(
+    decoder: StepDecoder, batches: Batches, requests: Sequence[list[int]], kv_dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Do as `gpu_logits`, with batches of this maker."""
+    spec, dtype, device = decoder.spec, decoder.dtype, decoder.device
     pools = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, device)
     for pair in pools.layers:
         for pool in pair:
@@ -67,7 +73,7 @@ def gpu_logits(decoder: Decoder, requests: Sequence[list[int]], kv_dtype: torch.
             if states is not None:
                 states.begin(chunks)
             batch = batches.make(arrays, range(arrays.num_rows), None)
-            logits = decoder.forward(batch, pools_by_layer(spec, pools.layers, states)).float().cpu()
+            logits = decoder.forward(batch, decoder.arrange_pools(pools.layers, states)).float().cpu()
         row = 0
         for request, start, end in step:
             found[request][start:end] = logits[row : row + end - start]

@@ -35,7 +35,7 @@ from moeserve.engine.memory_plan import rounding_on_gpu
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_weights import shapes_of_experts
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu.batches import AttentionLimits, StepBatches
+from moeserve.model.gpu.batches import StepBatches, native_limits
 from moeserve.model.gpu.kernels import expert_configs, expert_storage, kv_dtype_of
 from moeserve.model.gpu.runner import DecodeSteps, GpuModelRunner, HeardDecoder
 from moeserve.model.gpu.setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
@@ -204,7 +204,7 @@ def keys_of(
     pool = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, CPU)
     states = StatePool(spec.state_layers, 1, dtype, CPU) if spec.state_layers else None
     pools = pools_by_layer(spec, pool.layers, states)
-    limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, CPU, kv_dtype=kv_dtype)
+    limits = native_limits(spec, BLOCK_SIZE, MAX_LEN, dtype, CPU, kv_dtype=kv_dtype)
     batches = StepBatches(limits, MAX_SEQS)
     steps = StepLimits(MAX_TOKENS, MAX_SEQS, MAX_LEN)
     variants = launch_variants(limits, configs, steps, keeps_stored=rounding.keeps_stored)

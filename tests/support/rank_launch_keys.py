@@ -27,7 +27,7 @@ from moeserve.engine.memory_plan import ModelPlan
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.together import StepRows
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu.batches import AttentionLimits
+from moeserve.model.gpu.batches import native_limits
 from moeserve.model.gpu.kernels import expert_configs, expert_storage, kv_dtype_of
 from moeserve.model.gpu.runner import GpuModelRunner
 from moeserve.model.gpu.setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
@@ -116,7 +116,7 @@ def slot_bytes(spec: DecoderSpec, storage: WeightStorage) -> int:
 def start(loaded: LoadedRank, spec: DecoderSpec, storage: WeightStorage, kv: str) -> Rank:
     """The steps of a start on a GPU."""
     rank = loaded.start()
-    limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, DTYPE, CPU, kv_dtype=kv_dtype_of(kv))
+    limits = native_limits(spec, BLOCK_SIZE, MAX_LEN, DTYPE, CPU, kv_dtype=kv_dtype_of(kv))
     steps = StepLimits(MAX_TOKENS, MAX_SEQS, MAX_LEN)
     runner, group = cast("GpuModelRunner", rank.runner._runner), rank.group
     assert group is not None

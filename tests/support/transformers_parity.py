@@ -86,6 +86,8 @@ def _row(model_type: str, own: ModellingCode, spec: TransformersSpec, decoder: T
         missing.append("images, sound and video")
     if spec.moe is None:
         missing.append("expert parallelism, expert memory, recording")
+    if spec.gpu_obstacle is not None:
+        missing.append("a GPU")
     mixers = "together" if not apart else "apart" if not together else f"{together} together, {apart} apart"
     experts = "our kernels" if spec.moe is not None else "transformers'"
     return Row(
@@ -283,7 +285,9 @@ hit, and compares with the model's own forward (largest difference of logits: {t
   architectures of [gguf](gguf.md). Over them, chunks, the cache, preemptions, drafts, and few slots of experts with
   prefetching change no bit (`tests/cpu/test_transformers_packed_promises.py`), and ranks no token
   (`test_transformers_experts.py`).
-- Models on transformers' code run on a CPU.
+- **A GPU** (`--device cuda`) takes models on transformers' code too, with the kernels of our own, where layers keep
+  keys, values and states; the others say `a GPU` under *not supported*. Triton's interpreter has computed them, no
+  device has. Decode steps are not captured as CUDA graphs, and the checks of `--device auto` do not cover this code.
 
 {counts}
 

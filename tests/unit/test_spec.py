@@ -96,7 +96,9 @@ _INDEXED: dict[str, Any] = {
 def test_keys_of_an_indexer_lie_beside_the_latents() -> None:
     spec = build_spec({**_INDEXED, "model_type": "deepseek_v32"})
     assert spec.kv_layers == (KvLayerSpec(1, 40, 16),) * 3
-    assert spec.gpu_obstacle == "--device cuda: models of type 'deepseek_v32' are computed on a CPU only so far."
+    assert spec.gpu_obstacle == (
+        "--device cuda: models of type 'deepseek_v32' are computed on a CPU only so far, as their attention is indexed."
+    )
     types = {"indexer_types": ["full", "shared", "full"]}
     spec = build_spec({**_INDEXED, "model_type": "glm_moe_dsa", **types})
     assert spec.kv_layers == (KvLayerSpec(1, 40, 16), KvLayerSpec(1, 40, 0), KvLayerSpec(1, 40, 16))
@@ -262,7 +264,10 @@ def test_layers_with_a_window_may_have_heads_and_angles_of_their_own() -> None:
     frequencies = rope_frequencies(spec.rope, 512).inverse
     assert frequencies[4:] == (0.0,) * 12
     assert frequencies[:4] == pytest.approx([1e6 ** (-channel / 32) for channel in (0, 2, 4, 6)])
-    assert spec.gpu_obstacle == "--device cuda: models of type 'gemma4_text' are computed on a CPU only so far."
+    assert spec.gpu_obstacle == (
+        "--device cuda: our own code computes models of type 'gemma4_text' on a CPU only so far; --model-impl "
+        "transformers takes a GPU."
+    )
 
 
 def test_layers_that_share_keys_and_values_keep_none_of_their_own() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from kernels.state_rows import StateRows
 from kernels.transfer import to_device
 from moeserve.model.decoder import ForwardBatch
 from moeserve.model.gpu.kernels import attention_shape
-from moeserve.model.spec import DecoderSpec
+from moeserve.model.spec import DecoderSpec, ModelSpec
 from moeserve.model.step_arrays import ExtendLimits, StepArrays, share_prompts
 
 # Table widths are multiples of this, because Triton compiles a variant for strides that are no multiples of 16.
@@ -36,29 +37,23 @@ Works = dict[int | None, SplitWork]
 
 @dataclass(frozen=True, slots=True)
 class AttentionLimits:
-    """The sizes for attention's scratch and work lists.
+    """The sizes for scratch and work lists of attention of one shape.
 
-    dtype: of the activations. max_extend: the most new tokens of a short append-prefill, None for the table's
-    number. kv_dtype: of the KV pools, None for `dtype`. windows_apart: True if layers with a window have blocks of
-    their own.
+    windows: of the layers that attend in this shape. windows_apart: True if layers with a window have blocks of their
+    own. max_extend: the most new tokens of a short append-prefill, None for the table's number.
     """
 
-    spec: DecoderSpec
-    block_size: int
+    spec: ModelSpec
+    shape: AttentionShape
+    windows: frozenset[int | None]
     max_model_len: int
-    dtype: torch.dtype
     device: torch.device
-    kv_dtype: torch.dtype | None = None
     windows_apart: bool = False
     max_extend: int | None = None
 
     @property
-    def shape(self) -> AttentionShape:
-        return attention_shape(self.spec, self.block_size, self.dtype, multiprocessor_of(self.device), self.kv_dtype)
-
-    @property
     def table_width(self) -> int:
-        return _round_up(-(-self.max_model_len // self.block_size))
+        return _round_up(-(-self.max_model_len // self.shape.block_size))
 
     @property
     def extend(self) -> ExtendConfig:
@@ -68,17 +63,14 @@ class AttentionLimits:
     def works(self, max_seqs: int) -> Works:
         """Return a work list per window length for up to `max_seqs` sequences with one new token."""
         config = self.shape.split()
-        return {window: self._work(max_seqs, max_seqs, config, window) for window in set(self.spec.windows)}
+        return {window: self._work(max_seqs, max_seqs, config, window) for window in self.windows}
 
     def extend_works(self, max_seqs: int) -> Works:
         """Return a work list per window length for short append-prefills; empty if no prompt is computed as such."""
         config, limits = self.extend, self.extends(max_seqs)
         if limits is None:
             return {}
-        return {
-            window: self._work(max_seqs, limits.max_tiles, config.split, window, config)
-            for window in set(self.spec.windows)
-        }
+        return {window: self._work(max_seqs, limits.max_tiles, config.split, window, config) for window in self.windows}
 
     def extends(self, max_seqs: int) -> ExtendLimits | None:
         """Return the limits of short append-prefills in steps of up to `max_seqs` sequences; None if there are none."""
@@ -120,8 +112,32 @@ class AttentionLimits:
         )
 
 
-class StepBatches:
+def native_limits(
+    spec: DecoderSpec,
+    block_size: int,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
+    *,
+    windows_apart: bool = False,
+    max_extend: int | None = None,
+) -> AttentionLimits:
+    """Return the limits of a model on our own code. dtype: of the activations. kv_dtype: of the KV pools, None for
+    `dtype`."""
+    shape = attention_shape(spec, block_size, dtype, multiprocessor_of(device), kv_dtype)
+    return AttentionLimits(spec, shape, frozenset(spec.windows), max_model_len, device, windows_apart, max_extend)
+
+
+class Batches(Protocol):
     """Makes a batch of new tensors for every step that replays no graph."""
+
+    def make(self, arrays: StepArrays, logit_rows: Sequence[int], drawn: Tensor | None) -> ForwardBatch:
+        """See `StepBatches.make`."""
+
+
+class StepBatches:
+    """Implements `Batches` for attention of one shape."""
 
     def __init__(self, limits: AttentionLimits, max_seqs: int) -> None:
         self._limits = limits
@@ -138,17 +154,17 @@ class StepBatches:
         """
         device = self._limits.device
         every = len(logit_rows) == arrays.num_rows
-        sequences = self._sequences(arrays)
+        sequences = self.sequences(arrays)
         return ForwardBatch(
             token_ids_of(arrays, drawn, device),
             to_device(arrays.positions, device),
             sequences,
             None if every else to_device(array("q", logit_rows), device),
             states=self._states(arrays, sequences) if self._limits.spec.state_layers else None,
-            window_attention=self._windows(arrays, sequences) if arrays.window_tables else None,
+            window_attention=self.windows(arrays, sequences) if arrays.window_tables else None,
         )
 
-    def _windows(self, arrays: StepArrays, sequences: Sequences) -> Sequences:
+    def windows(self, arrays: StepArrays, sequences: Sequences) -> Sequences:
         """Return the same sequences over window blocks."""
         device = self._limits.device
         table = block_table(arrays.window_tables, sequences.block_table.shape[1], device)
@@ -159,7 +175,8 @@ class StepBatches:
         slots = arrays.state_slots or array("q", [-1] * len(arrays.seq_lens))
         return StateRows(sequences.query_starts, to_device(slots, self._limits.device), arrays.max_query_len)
 
-    def _sequences(self, arrays: StepArrays) -> Sequences:
+    def sequences(self, arrays: StepArrays) -> Sequences:
+        """Copy the places of a step's sequences to the device."""
         device, num_decodes = self._limits.device, arrays.num_decodes
         seq_lens, starts = to_device(arrays.seq_lens, device), to_device(arrays.query_starts, device)
         for work in self._works.values() if num_decodes else ():
@@ -178,7 +195,7 @@ class StepBatches:
             seq_lens,
             starts,
             num_decodes,
-            self._limits.block_size,
+            self._limits.shape.block_size,
             self._works,
             self._partials,
             self._limits.prefill(longest) if longest else None,
@@ -207,7 +224,7 @@ class DecodeTensors:
         self.num_valid = ints(dtype=torch.int32)
         self.partials = limits.partials(limits.works(max_seqs))
         # What every graph writes: with outputs of their own graphs of all sizes would keep the logits of all sizes.
-        dtype, device = limits.dtype, limits.device
+        dtype, device = limits.shape.dtype, limits.device
         self.states = torch.zeros((max_seqs, limits.spec.hidden_size), dtype=dtype, device=device)
         self.logits = torch.zeros((max_seqs, limits.spec.vocab_size), dtype=dtype, device=device)
 
@@ -224,7 +241,7 @@ class DecodeBatch:
             tensors.seq_lens[:size],
             tensors.query_starts[: size + 1],
             size,
-            limits.block_size,
+            limits.shape.block_size,
             self._works,
             tensors.partials,
         )

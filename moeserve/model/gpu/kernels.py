@@ -16,7 +16,7 @@ from kernels.packed_experts import ExpertShape
 from moeserve.config import ConfigError
 from moeserve.model.checkpoint import QuantisedBytes, StoredTensor
 from moeserve.model.rounding import Rounding
-from moeserve.model.spec import DecoderSpec, MlaSpec
+from moeserve.model.spec import DecoderSpec, MlaSpec, ModelSpec
 
 _QUANTISED: dict[str, WeightFormat] = {"int8": "int8", "fp8": "fp8", "int4": "int4"}
 # The numbers of values that may share an int4 scale; the first that the model's sizes allow is used.
@@ -53,7 +53,7 @@ def rows_at_once(num_rows: int, max_rows: int) -> int:
 
 
 def expert_storage(
-    spec: DecoderSpec, dtype: torch.dtype, form: str = "none", shapes: Sequence[ExpertShape] = ()
+    spec: ModelSpec, dtype: torch.dtype, form: str = "none", shapes: Sequence[ExpertShape] = ()
 ) -> WeightStorage:
     """Return the storage of a model's experts: in the bits of the checkpoint where `shapes`, of the experts of each
     layer, say so, else in `dtype`; or in the form that `--quantization` gives the experts.
@@ -69,7 +69,7 @@ def expert_storage(
         raise ConfigError(f"{flag}: a {spec.model_type} model has no experts.")
     if form != "int4":
         return WeightStorage(_QUANTISED[form])
-    sizes = (spec.hidden_size, spec.moe.intermediate_size)
+    sizes = (spec.expert_hidden_size, spec.moe.intermediate_size)
     group = next((group for group in _GROUP_SIZES if not any(size % group for size in sizes)), None)
     if group is None:
         raise ConfigError(f"{flag}: groups of {_GROUP_SIZES[-1]} values divide {sizes[0]} and {sizes[1]} not evenly.")
@@ -86,17 +86,17 @@ def quantised_bytes(rounding: Rounding) -> QuantisedBytes:
     return num_bytes
 
 
-def expert_configs(spec: DecoderSpec, storage: WeightStorage, device: torch.device) -> MoeConfigs | None:
+def expert_configs(spec: ModelSpec, storage: WeightStorage, device: torch.device) -> MoeConfigs | None:
     """Return the kernel configurations, by number of tokens, for experts kept in `storage`; None without experts."""
     shape = _moe_shape(spec, storage)
     return None if shape is None else MoeConfigs(shape, shared_memory_of(device))
 
 
-def _moe_shape(spec: DecoderSpec, storage: WeightStorage) -> MoeShape | None:
+def _moe_shape(spec: ModelSpec, storage: WeightStorage) -> MoeShape | None:
     moe = spec.moe
     if moe is None:
         return None
-    sizes = (moe.num_experts, moe.intermediate_size, spec.hidden_size, moe.gate.top_k)
+    sizes = (moe.num_experts, moe.intermediate_size, spec.expert_hidden_size, moe.gate.top_k)
     return MoeShape(*sizes, storage.format, storage.group_size)
 
 

@@ -16,7 +16,7 @@ from kernels.gpu.compile_ahead import caught_launches
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.device import KvBudget, StateDemand, kv_memory, share_kv
 from moeserve.model.decoder import Decoder, KvPools
-from moeserve.model.gpu.batches import AttentionLimits, DecodeTensors, StepBatches
+from moeserve.model.gpu.batches import AttentionLimits, DecodeTensors, StepBatches, native_limits
 from moeserve.model.gpu.runner import DecodeSteps, GpuModelRunner, HeardDecoder, Peers
 from moeserve.model.gpu.setup import (
     BeginStep,
@@ -31,7 +31,7 @@ from moeserve.model.gpu.setup import (
 )
 from moeserve.model.kv_pool import KVPool, kv_block_bytes, window_demand
 from moeserve.model.sampler import SCORED_AT_ONCE
-from moeserve.model.spec import DecoderSpec, Progress, silent
+from moeserve.model.spec import ModelSpec, Progress, silent
 from moeserve.model.state_pool import StatePool, pools_by_layer
 from moeserve.model.step_arrays import StepShape, capture_sizes
 
@@ -58,7 +58,7 @@ class GpuSettings:
     keeps_stored: bool = False
 
 
-def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> KvBudget:
+def kv_blocks(spec: ModelSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> KvBudget:
     """Divide `memory` bytes between recurrent states, if there are any, and KV blocks.
 
     Raise ConfigError if too few blocks fit.
@@ -101,7 +101,7 @@ def make_runner(
     state_pool = _state_pool(decoder, kv.num_state_rows)
     pools = pools_by_layer(spec, pool.layers, state_pool)
     apart = kv.num_window_blocks > 0
-    limits = AttentionLimits(spec, size, kv.max_model_len, dtype, device, kv_dtype, apart)
+    limits = native_limits(spec, size, kv.max_model_len, dtype, device, kv_dtype, windows_apart=apart)
     batches = StepBatches(limits, settings.max_num_seqs)
     begin_step = alone if peers is None else peers.begin_alike
     if decoder.device.type == "cuda":
@@ -211,7 +211,7 @@ def _without_kv(decoder: Decoder, settings: GpuSettings) -> tuple[AttentionLimit
     spec, size = decoder.spec, settings.block_size
     dtype, device, kv_dtype = decoder.dtype, decoder.device, settings.kv_dtype or decoder.dtype
     apart = any(window is not None for window in spec.windows)
-    limits = AttentionLimits(spec, size, decoder.max_model_len, dtype, device, kv_dtype, apart)
+    limits = native_limits(spec, size, decoder.max_model_len, dtype, device, kv_dtype, windows_apart=apart)
     pool = KVPool(spec.kv_layers, 1, size, kv_dtype, device)
     return limits, pools_by_layer(spec, pool.layers, _state_pool(decoder, 1))
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from experts.routing.tap import RoutingTap
 from kernels.transfer import to_host
-from moeserve.model.decoder import Decoder, ForwardBatch, KvPools
-from moeserve.model.gpu.batches import AttentionLimits, DecodeBatch, DecodeTensors, StepBatches
+from moeserve.model.decoder import ForwardBatch, KvPools, StepDecoder
+from moeserve.model.gpu.batches import AttentionLimits, Batches, DecodeBatch, DecodeTensors
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.sampler import SampledStep, sample_step
 from moeserve.model.spec import Progress, silent
@@ -91,19 +91,21 @@ class GpuModelRunner:
         self,
         computes: HeardDecoder,
         kv_pool: KVPool,
-        batches: StepBatches,
+        batches: Batches,
         *,
         decode: DecodeSteps | None,
         wait: Wait = torch.cuda.Event.synchronize,
         state_pool: StatePool | None = None,
         is_alone: bool = True,
+        clears_blocks: bool = False,
         measured: Sequence[tuple[int, float]] = (),
         samples: bool = True,
     ) -> None:
         """computes: a decoder over `kv_pool` and `state_pool`, which is None without recurrent layers. decode: batches
         for decode steps; None launches every step's kernels (`--enforce-eager`). wait: among several ranks, a wait with
-        a time limit. is_alone: no other rank computes its part of each step. measured: tokens and seconds of steps
-        with one prompt each, see `moeserve.scheduling.pacing.Pace`. samples: see `ModelRunner`.
+        a time limit. is_alone: no other rank computes its part of each step. clears_blocks: clear blocks that changed
+        hands, for code that reads slots which it then masks. measured: tokens and seconds of steps with one prompt
+        each, see `moeserve.scheduling.pacing.Pace`. samples: see `ModelRunner`.
         """
         self._computes = computes
         self.kv_pool = kv_pool
@@ -112,6 +114,7 @@ class GpuModelRunner:
         self._batches = batches
         self._decode = decode
         self._wait = wait
+        self._clears_blocks = clears_blocks
         # A state that advanced cannot be computed again, nor can rows that other ranks have taken.
         self._can_repeat = is_alone and state_pool is None
         self._samples = samples
@@ -121,7 +124,7 @@ class GpuModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step. Launch at most one more before it is done: until then a step needs its tensors on the device.
 
-        Blocks need no clearing between requests: no kernel reads a slot that its sequence has not written. A step for
+        For our kernels blocks need no clearing: none reads a slot that its sequence has not written. A step for
         which memory is short is launched again without its newest prompts, whose results are then errors. Raise
         torch.cuda.OutOfMemoryError if that does not help.
         """
@@ -161,6 +164,8 @@ class GpuModelRunner:
         if not plan.chunks:
             self._serve_others()
             return LaunchedStep(plan, None, _mark(self._computes.decoder.device), self._wait, begun=begun)
+        if self._clears_blocks:
+            self.kv_pool.zero_blocks(plan.zeroed_blocks, plan.zeroed_windows)
         arrays = step_arrays(plan.chunks, self.kv_pool.block_size)
         logit_rows, places = wanted_logits(plan.chunks)
         scores_prompts = any(chunk.extras is not None and chunk.extras.prompt_targets for chunk in plan.chunks)
@@ -263,7 +268,7 @@ class Computed:
 class HeardDecoder:
     """A decoder with its KV memory, and the tap that observes its gates, if there is one."""
 
-    def __init__(self, decoder: Decoder, kv_pools: KvPools, tap: RoutingTap | None = None) -> None:
+    def __init__(self, decoder: StepDecoder, kv_pools: KvPools, tap: RoutingTap | None = None) -> None:
         self.decoder = decoder
         self.kv_pools, self._tap = kv_pools, tap
 

@@ -19,8 +19,8 @@ from kernels.gpu.moe_weights import GpuExperts
 from kernels.gpu.packed_linear import FEW_ROWS
 from kernels.sampling import Draw
 from kernels.specs import Activation
-from moeserve.model.decoder import Decoder, KvPools
-from moeserve.model.gpu.batches import AttentionLimits, StepBatches
+from moeserve.model.decoder import Decoder, KvPools, StepDecoder
+from moeserve.model.gpu.batches import AttentionLimits, Batches
 from moeserve.model.spec import MoeSpec, Progress, silent
 from moeserve.model.step_arrays import ExtendLimits, StepArrays, StepShape, share_prompts
 
@@ -54,7 +54,7 @@ def launch_variants(
 def launch_all_variants(
     decoder: Decoder,
     kv_pools: KvPools,
-    batches: StepBatches,
+    batches: Batches,
     variants: LaunchVariants,
     block_size: int,
     begin_step: BeginStep = alone,
@@ -69,7 +69,7 @@ def launch_all_variants(
     launch_all_draws(decoder)
 
 
-def launch_all_draws(decoder: Decoder) -> None:
+def launch_all_draws(decoder: StepDecoder) -> None:
     """Launch every way of sampling, from logits in the decoder's dtype and from adjusted logits, which are fp32."""
     for dtype in {decoder.dtype, torch.float32}:
         logits = torch.zeros((1, decoder.spec.vocab_size), dtype=dtype, device=decoder.device)
@@ -80,7 +80,7 @@ def launch_all_draws(decoder: Decoder) -> None:
 def launch_blank_step(
     decoder: Decoder,
     kv_pools: KvPools,
-    batches: StepBatches,
+    batches: Batches,
     shape: StepShape,
     block_size: int,
     begin_step: BeginStep = alone,

@@ -19,7 +19,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
-from kernels.attention import paged_attention
+from kernels.ops import Ops
 from moeserve.model.hf.geometry import LayerMemory
 from moeserve.model.hf.step import PAGED, RowMask, Step
 
@@ -31,9 +31,9 @@ _LEAST_ROWS = 4
 class PagedAttention:
     """Computes the attention of one module over the pools of its layer."""
 
-    def __init__(self, module: nn.Module, memory: LayerMemory, step: Step) -> None:
+    def __init__(self, module: nn.Module, memory: LayerMemory, step: Step, ops: Ops) -> None:
         self._module: Any = module
-        self._step = step
+        self._step, self._ops = step, ops
         self._memory = memory
         form = _form_of(type(module).__module__)
         self._has_sinks = form == "sinks"
@@ -52,11 +52,11 @@ class PagedAttention:
             return self._lane_by_lane(query, mask, scale, options, memory, keys, values_pool)
         q = query[0].transpose(0, 1).contiguous()
         sinks: Any = self._module.sinks if self._has_sinks else None
-        out = paged_attention(
+        out = self._ops.attend(
             q,
             keys,
             step.pools[values],
-            step.paged(memory).plan,
+            step.paged(memory),
             scale=scale,
             window=kind.window,
             sinks=None if sinks is None else sinks.to(q.dtype),
@@ -95,9 +95,9 @@ class PagedAttention:
         return torch.cat(parts, 1)
 
 
-def attach(module: nn.Module, memory: LayerMemory, step: Step) -> None:
+def attach(module: nn.Module, memory: LayerMemory, step: Step, ops: Ops) -> None:
     """Have the module's attention computed over the pools of its layer in the decoder's steps."""
-    setattr(module, _ATTRIBUTE, PagedAttention(module, memory, step))
+    setattr(module, _ATTRIBUTE, PagedAttention(module, memory, step, ops))
 
 
 def _attend(

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from experts.errors import CollectiveError, ExpertStoreError
-from kernels.attention_plan import AttentionPlan, ChunkSpan
-from kernels.ops import PagedRows
-from kernels.state_rows import StateRows
 from moeserve.model.decoder import ForwardBatch, KvPools
 from moeserve.model.hf.mixers import ALL_WAYS, Ways
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.kv_pool import KVPool
+from moeserve.model.paged_batch import make_batch
 from moeserve.model.spec import ModelError, ModelSpec, UnsupportedModel
 from moeserve.model.state_pool import StatePool
+from moeserve.plan import Chunk, StateUse
 
-_BLOCK_SIZE = 4
+BLOCK_SIZE = 4
+MAX_LEN, MAX_ROWS = 32, 32  # tokens of a text, and rows of a step, at most
 # The lengths of the prompts, and the number of tokens that follow one by one.
 _PROMPTS, _MORE = (19, 7, 12), 3
 # (request, tokens) of each step: chunks of several sizes, lone tokens of a prompt, requests that join and leave.
@@ -61,6 +61,9 @@ class CheckedDecoder(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    @property
+    def device(self) -> torch.device: ...
+
     def own_states(self, pieces: Sequence[Sequence[int]]) -> Iterator[Tensor]: ...
 
     def states(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor: ...
@@ -81,6 +84,8 @@ class CheckedDecoder(Protocol):
 
 # Tells the other ranks, which compute the same, the number of rows of the next step.
 BeginStep = Callable[[int], None]
+# Makes a batch of chunks over blocks of `BLOCK_SIZE` tokens on the decoder's device; the given rows need logits.
+MakeBatch = Callable[[Sequence[Chunk], Sequence[int]], ForwardBatch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,15 @@ class _Case:
     limits: Callable[[], AbstractContextManager[None]]
 
 
+def batch_on_cpu(chunks: Sequence[Chunk], logit_rows: Sequence[int]) -> ForwardBatch:
+    """Implement `MakeBatch`."""
+    return make_batch(chunks, BLOCK_SIZE, logit_rows, has_states=chunks[0].state is not None)
+
+
 @torch.inference_mode()
-def choose_ways(decoder: CheckedDecoder, begin_step: BeginStep = lambda _: None) -> Ways:
+def choose_ways(
+    decoder: CheckedDecoder, begin_step: BeginStep = lambda _: None, batch_of: MakeBatch = batch_on_cpu
+) -> Ways:
     """Set the decoder to the cheapest ways that pass, and return them. Several ranks do so together.
 
     Raise UnsupportedModel, whose sentence names the fault, if no ways pass.
@@ -109,7 +121,7 @@ def choose_ways(decoder: CheckedDecoder, begin_step: BeginStep = lambda _: None)
         if not decoder.can_use(ways):
             continue
         decoder.use(ways)
-        fault = _fault(decoder, cases, begin_step)
+        fault = _fault(decoder, cases, begin_step, batch_of)
         if fault is None:
             return ways
         faults.append(fault)
@@ -139,13 +151,15 @@ def _own_answers(
     return _Case(texts, wanted, limits)
 
 
-def _fault(decoder: CheckedDecoder, cases: Sequence[_Case], begin_step: BeginStep) -> tuple[int, str, str] | None:
+def _fault(
+    decoder: CheckedDecoder, cases: Sequence[_Case], begin_step: BeginStep, batch_of: MakeBatch
+) -> tuple[int, str, str] | None:
     """Return the index of the first scene that fails, its name and the fault; None if all pass."""
     scenes = [(case, steps, name) for case in cases for steps, name in _SCENES]
     for place, (case, steps, name) in enumerate(scenes):
         try:
             with case.limits():
-                played = list(_play(decoder, steps, case, begin_step))
+                played = list(_play(decoder, steps, case, begin_step, batch_of))
             worst = max((found - wanted).abs().max().item() for found, wanted in played)
         except (CollectiveError, ExpertStoreError, ModelError):  # Not faults of the ways.
             raise
@@ -158,10 +172,14 @@ def _fault(decoder: CheckedDecoder, cases: Sequence[_Case], begin_step: BeginSte
 
 
 def _play(
-    decoder: CheckedDecoder, steps: Sequence[Sequence[tuple[int, int]]], case: _Case, begin_step: BeginStep
+    decoder: CheckedDecoder,
+    steps: Sequence[Sequence[tuple[int, int]]],
+    case: _Case,
+    begin_step: BeginStep,
+    batch_of: MakeBatch,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the logits that steps give after prompts and further tokens, each with the expected logits."""
-    memory = _Memory(decoder, case.texts)
+    memory = _Memory(decoder, case.texts, batch_of)
     done = [0] * len(case.texts)
     for step in steps:
         chunks = [(request, done[request], done[request] + count) for request, count in step]
@@ -177,43 +195,30 @@ def _play(
 class _Memory:
     """Blocks in scattered order and a state slot for each text."""
 
-    def __init__(self, decoder: CheckedDecoder, texts: Sequence[Sequence[int]]) -> None:
-        self._texts = texts
-        counts = [-(-len(text) // _BLOCK_SIZE) for text in texts]
+    def __init__(self, decoder: CheckedDecoder, texts: Sequence[Sequence[int]], batch_of: MakeBatch) -> None:
+        self._texts, self._batch_of = texts, batch_of
+        counts = [-(-len(text) // BLOCK_SIZE) for text in texts]
         num_blocks = sum(counts) + 1
         order = [(7 * place) % num_blocks for place in range(num_blocks)]
         if len(set(order)) < num_blocks:
             order = list(range(num_blocks))
         self._tables = [array("i", [order.pop() for _ in range(count)]) for count in counts]
-        kv = KVPool(decoder.spec.kv_layers, num_blocks, _BLOCK_SIZE, decoder.dtype)
+        kv = KVPool(decoder.spec.kv_layers, num_blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
         layers = decoder.spec.state_layers
-        states = StatePool(layers, len(texts) + 1, decoder.dtype) if layers else None
+        self._has_states = bool(layers)
+        states = StatePool(layers, len(texts) + 1, decoder.dtype, decoder.device) if layers else None
         self.pools = decoder.arrange_pools(kv.layers, states)
 
     def batch(self, chunks: Sequence[tuple[int, int, int]]) -> ForwardBatch:
         """chunks: (request, first token, end). The last row of each chunk needs logits."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        spans, bounds = [], [0]
+        made, num_rows, last_rows = [], 0, []
         for request, start, end in chunks:
-            table = self._tables[request]
-            tokens += self._texts[request][start:end]
-            positions += range(start, end)
-            slots += [table[p // _BLOCK_SIZE] * _BLOCK_SIZE + p % _BLOCK_SIZE for p in range(start, end)]
-            spans.append(ChunkSpan(end - start, start, table[: -(-end // _BLOCK_SIZE)]))
-            bounds.append(bounds[-1] + end - start)
-        return ForwardBatch(
-            torch.tensor(tokens),
-            torch.tensor(positions),
-            PagedRows(torch.tensor(slots), AttentionPlan(spans, _BLOCK_SIZE)),
-            torch.tensor([bound - 1 for bound in bounds[1:]]),
-            states=StateRows(
-                torch.tensor(bounds),
-                torch.tensor([request for request, _, _ in chunks]),
-                max(end - start for _, start, end in chunks),
-            ),
-        )
+            token_ids = array("i", self._texts[request][start:end])
+            state = StateUse(request) if self._has_states else None
+            made.append(Chunk("", token_ids, start, self._tables[request], None, state=state))
+            num_rows += end - start
+            last_rows.append(num_rows - 1)
+        return self._batch_of(made, last_rows)
 
 
 # The limits: fields of configurations, and of modules that copy them.

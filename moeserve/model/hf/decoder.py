@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import structlog
@@ -19,11 +19,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from experts.moe_layer import RoutedExperts
 from experts.observer import AnyObserver
-from kernels.ops import Ops, PagedRows
+from kernels.ops import Ops
 from kernels.packed_experts import Experts
 from moeserve.model.decoder import ForwardBatch, KvPools
 from moeserve.model.hf.caches import step_cache
-from moeserve.model.hf.check import BeginStep, choose_ways, has_far_limits, low_limits
+from moeserve.model.hf.check import BeginStep, MakeBatch, batch_on_cpu, choose_ways, has_far_limits, low_limits
 from moeserve.model.hf.exact import ExactFunctions
 from moeserve.model.hf.experts import ExpertLayer
 from moeserve.model.hf.gates import FoundGate, GateSearch
@@ -31,7 +31,7 @@ from moeserve.model.hf.geometry import new_cache
 from moeserve.model.hf.mixers import Mixers, Ways
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.hf.spec import TransformersSpec
-from moeserve.model.hf.step import PAGED, Step
+from moeserve.model.hf.step import PAGED, Step, StepRows
 from moeserve.model.state_pool import StatePool
 
 log = structlog.get_logger(__name__)
@@ -45,6 +45,8 @@ class TransformersDecoder:
     step: the present step, as all parts of `code` see it. routed: by layer, the experts that our kernels compute.
     serves_others: True if their dispatch is not that of a single rank.
     """
+
+    gives_logits = True
 
     def __init__(
         self,
@@ -71,16 +73,20 @@ class TransformersDecoder:
         self._mixers = Mixers(code, spec.geometry, step, ops)
         self._mixers.use(Ways())
         self._head = Head(code)
-        self._exact = ExactFunctions(code.outer.parameters())
+        exact = ExactFunctions(code.outer.parameters()) if ops.same_bits else nullcontext()
+        self._exact: AbstractContextManager[object] = exact
         # A body that can leave out rows must compute all of them.
         takes = inspect.signature(code.body.forward).parameters
         self._all_rows = {"logits_to_keep": None} if "logits_to_keep" in takes else {}
 
-    def settle(self, begin_step: BeginStep) -> None:
-        """See `StepDecoder.settle`. Raise UnsupportedModel if no way to call the mixers gives the right numbers."""
+    def settle(self, begin_step: BeginStep, batch_of: MakeBatch = batch_on_cpu) -> None:
+        """See `StepDecoder.settle`. batch_of: makes the batches of its steps.
+
+        Raise UnsupportedModel if no way to call the mixers gives the right numbers.
+        """
         pairs = ((layer, part) for layer in self._layers() for part in layer.modules() if isinstance(part, ExpertLayer))
         with GateSearch(dict(pairs), 0 if self.spec.moe is None else self.spec.moe.num_experts) as search:
-            ways = choose_ways(self, begin_step)
+            ways = choose_ways(self, begin_step, batch_of)
         self._gates, (together, apart) = search.gates(), self.num_mixers
         log.info("transformers_code", type=self.spec.model_type, mixers=str(ways), together=together, apart=apart)
 
@@ -118,8 +124,8 @@ class TransformersDecoder:
         num_kv = len(self.spec.kv_layers)
         states = self.spec.geometry.name_states(pools[num_kv:])
         attention, windows = batch.attention, batch.window_attention
-        assert isinstance(attention, PagedRows)
-        assert windows is None or isinstance(windows, PagedRows)
+        assert isinstance(attention, StepRows)
+        assert windows is None or isinstance(windows, StepRows)
         self._step.begin(attention, windows, pools[:num_kv], states, batch.states)
         self._code.config._attn_implementation_internal = PAGED
         try:
@@ -141,9 +147,9 @@ class TransformersDecoder:
         """Yield [t, hidden] of each piece of one text, as the model itself computes it with a cache of its own."""
         cache, start = new_cache(self.spec.geometry.cache_class, self._code.config), 0
         for piece in pieces:
-            positions = torch.arange(start, start + len(piece))[None]
+            positions = torch.arange(start, start + len(piece), device=self.device)[None]
             out = self._code.body(
-                input_ids=torch.tensor([list(piece)]),
+                input_ids=torch.tensor([list(piece)], device=self.device),
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
@@ -184,7 +190,7 @@ class TransformersDecoder:
         """Compute rows of other ranks with local experts, in a step without rows of this rank. Return [0, hidden]."""
         moe = self.spec.moe
         if self._serves_others and moe is not None:
-            no_rows = torch.empty((0, self.spec.expert_hidden_size), dtype=self.dtype)
+            no_rows = torch.empty((0, self.spec.expert_hidden_size), dtype=self.dtype, device=self.device)
             for routed in self._routed:
                 routed.serve_others(no_rows, moe.gate.top_k)
         return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
@@ -204,7 +210,8 @@ class Head:
         answer = _States(last_hidden_state=states[None])
         self._inner.forward = lambda *_, **__: answer
         try:
-            out: Any = self._writer(input_ids=torch.zeros((1, len(states)), dtype=torch.int64), use_cache=False)
+            no_ids = torch.zeros((1, len(states)), dtype=torch.int64, device=states.device)
+            out: Any = self._writer(input_ids=no_ids, use_cache=False)
         finally:
             del self._inner.forward
         logits: Tensor = out.logits[0]

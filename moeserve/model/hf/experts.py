@@ -28,7 +28,7 @@ class ExpertLayer(nn.Module):
 
     def forward(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """rows [T, H], ids [T, k], weights [T, k] -> [T, H]."""
-        return self.routed(rows, ids.to(torch.int64), weights.float())
+        return self.routed(rows.contiguous(), ids.to(torch.int64).contiguous(), weights.float().contiguous())
 
 
 class ScaledExperts(nn.Module):

@@ -21,9 +21,8 @@ from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from kernels.attention import paged_attention
 from kernels.linear import Linear, join
-from kernels.rope_kv import rotate_and_store
+from kernels.ops import Ops, StepInputs
 from moeserve.model.hf.geometry import LayerMemory
 from moeserve.model.hf.modules import Norm, Projection
 from moeserve.model.hf.step import RowMask, Step
@@ -32,9 +31,9 @@ from moeserve.model.hf.step import RowMask, Step
 class FusedAttention:
     """Stands in for the forward of an attention module; calls of other forms go to the module's own forward."""
 
-    def __init__(self, module: Any, memory: LayerMemory, step: Step, norms: tuple[Norm, Norm] | None) -> None:
+    def __init__(self, module: Any, memory: LayerMemory, step: Step, ops: Ops, norms: tuple[Norm, Norm] | None) -> None:
         """norms: the norms of query heads and of key heads, None without."""
-        self._forward, self._step = module.forward, step
+        self._forward, self._step, self._ops = module.forward, step, ops
         self._project = _together([_product(module, name) for name in ("q_proj", "k_proj", "v_proj")])
         self._out = _product(module, "o_proj")
         self._memory = memory
@@ -68,23 +67,30 @@ class FusedAttention:
         step, pools, paged = self._step, self._memory.pools, self._step.paged(self._memory)
         keys, values = step.pools[pools["keys"]], step.pools[pools["values"]]
         qkv = self._project(rows).view(len(rows), -1, self._head_dim)
-        q = rotate_and_store(
-            qkv, *angles, paged.slots, keys, values, interleaved=False, head_norms=self._norms, eps=self._eps
+        q = self._ops.rotate_and_store(
+            qkv,
+            StepInputs(*angles, paged),
+            keys,
+            values,
+            interleaved=False,
+            head_norms=self._norms,
+            eps=self._eps,
+            clip=None,
         )
-        out = paged_attention(q, keys, values, paged.plan, scale=self._scale, window=window)
+        out = self._ops.attend(q, keys, values, paged, scale=self._scale, window=window)
         return self._out(out.view(len(rows), -1))
 
 
-def fuse(module: Any, memory: LayerMemory, step: Step) -> FusedAttention | None:
+def fuse(module: Any, memory: LayerMemory, step: Step, ops: Ops) -> FusedAttention | None:
     """Return our forward of an attention module over the pools of its layer, None for a module of another form."""
     form = _form_of(type(module).__module__, type(module).__name__)
     if form is None or memory.pools.keys() != {"keys", "values"}:
         return None
     if form == "plain":
-        return FusedAttention(module, memory, step, None)
+        return FusedAttention(module, memory, step, ops, None)
     first, second = module.q_norm, module.k_norm
     if isinstance(first, Norm) and isinstance(second, Norm) and first.eps == second.eps:
-        return FusedAttention(module, memory, step, (first, second))
+        return FusedAttention(module, memory, step, ops, (first, second))
     return None
 
 

@@ -131,10 +131,10 @@ class _Product:
 def _norm_weight(norm: nn.Module | None, x: Tensor) -> Tensor:
     """Return the factors [H] by which a norm multiplies rows; ones without a norm."""
     if norm is not None:
-        weight: Tensor = norm(torch.ones((1, 1, x.shape[1]), dtype=x.dtype)).flatten()
+        weight: Tensor = norm(x.new_ones((1, 1, x.shape[1]))).flatten()
         if weight.isfinite().all() and weight.abs().max() > 0:
             return weight
-    return torch.ones(x.shape[1], dtype=x.dtype)
+    return x.new_ones(x.shape[1])
 
 
 def _listener(seen: _SeenLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

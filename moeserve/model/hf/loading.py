@@ -65,7 +65,7 @@ def load_transformers_decoder(
     with stored.reader(num_bytes, progress) as reader:
         filler = _Filler(model, reader, ops, dtype, rounding)
         # Not earlier: before, the model runs with all its tensors on the meta device.
-        _fill_buffers(code)
+        _fill_buffers(code, ops.device)
         for place, layer in enumerate(stored.layers):
             experts = stored.layer(layer, None if owned_experts is None else owned_experts(layer), reader)
             packed = ops.pack_experts(experts.shape, len(experts.owned), experts.read_matrices)
@@ -75,8 +75,9 @@ def load_transformers_decoder(
             name = model.experts[layer]
             replace_module(code.outer, name, replacement_of(experts.form, routed[-1], model.num_experts(name)))
         filler.fill()
-    exchange_norms(code.body, dtype)
-    exchange_weights(code.outer)
+    exchange_norms(code.body, dtype, ops)
+    if ops.same_bits:
+        exchange_weights(code.outer)
     _check_filled(code)
     longest = max_model_len or spec.max_position
     return TransformersDecoder(
@@ -111,12 +112,12 @@ def exchange_projections(code: ModellingCode) -> dict[str, Projection]:
     return shells
 
 
-def _fill_buffers(code: ModellingCode) -> None:
+def _fill_buffers(code: ModellingCode, device: torch.device) -> None:
     """Compute the buffers that a checkpoint need not hold, frequencies of rotary embeddings above all."""
     owners = {}
     for name, buffer in list(code.outer.named_buffers()):
         owner, own = code.outer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        fresh = torch.zeros(buffer.shape, dtype=buffer.dtype)
+        fresh = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
         if fresh.is_floating_point():
             fresh.fill_(torch.nan)
         owner.register_buffer(own, fresh, persistent=own not in owner._non_persistent_buffers_set)
@@ -209,9 +210,9 @@ class _Filler:
             if isinstance(matrix, Tensor) and self._rounding.format_of("embedding", shape[1]):
                 matrix = self._rounding.apply(matrix, "embedding")
             if isinstance(matrix, QuantizedRows) or self._keeps(matrix):
-                module.register_parameter(own, Table(matrix, self._dtype))  # type: ignore[arg-type]
+                module.register_parameter(own, Table(matrix, self._dtype, self._ops))  # type: ignore[arg-type]
                 return
-        tensor = widened(matrix)
+        tensor = widened(matrix).to(self._ops.device)
         if tensor.is_floating_point():
             tensor = tensor.to(torch.float32 if any(part in name for part in self._in_fp32) else self._dtype)
         if own in module._buffers:
@@ -229,7 +230,7 @@ class _Filler:
         if isinstance(weight, Tensor):
             weight = weight if self._keeps(weight) else weight.to(self._dtype)
             weight = self._rounding.apply(weight, key)
-        bias = widened(came["bias"]).to(self._dtype) if "bias" in came else None
+        bias = widened(came["bias"]).to(self._ops.device, self._dtype) if "bias" in came else None
         shell.fill(self._ops.pack_linear(fine(weight, key), bias, self._dtype), self._dtype)
         del self._waiting[name]
 

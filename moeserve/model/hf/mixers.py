@@ -94,11 +94,11 @@ class Mixers:
     """All mixers of a model, called in the chosen ways while a step runs, and as they are otherwise."""
 
     def __init__(self, code: ModellingCode, geometry: Geometry, step: Step, ops: Ops) -> None:
-        self._code, self._geometry, self._step = code, geometry, step
+        self._code, self._geometry, self._step, self._ops = code, geometry, step, ops
         self._mixers = list(find_mixers(code.body))
         for number, mixer in self._mixers:
             for module in mixer.modules():
-                attach(module, self._memory_of(number), step)
+                attach(module, self._memory_of(number), step, ops)
         scanned = ((mixer, scan(mixer, number, self._memory_of(number), step, ops)) for number, mixer in self._mixers)
         self._scanned = {mixer: forward for mixer, forward in scanned if forward is not None}
         self.num_together = 0
@@ -121,7 +121,7 @@ class Mixers:
                 mixer.forward = self._scanned[mixer]
             elif ways.together and self._goes_together(number, mixer):
                 self.num_together += 1
-                fused = fuse(mixer, self._memory_of(number), self._step)
+                fused = fuse(mixer, self._memory_of(number), self._step, self._ops)
                 if fused is not None:
                     mixer.forward = fused
             else:
@@ -202,7 +202,7 @@ class _Apart:
         cache = self._cache_of(lane) if opaque is None else opaque.cache
         own = {name: self._part(value, place, lane, cache) for name, value in arguments.items()}
         if self._ways.whole_angles and "position_embeddings" in own:
-            positions = torch.arange(lane.end)[None]
+            positions = torch.arange(lane.end, device=lane.slots.device)[None]
             rows = next(value for name, value in own.items() if name == "hidden_states")
             own["position_embeddings"] = self._code.body.rotary_emb(rows, positions)
         answer = self._forward(**own)
@@ -239,8 +239,9 @@ class _Apart:
         decodes = [place for place, lane in enumerate(lanes) if lane.count == 1 and lane.start > 0]
         answers: dict[int, Any] = {}
         if len(decodes) > 1:
-            rows = torch.tensor([lanes[place].first for place in decodes])
-            slots = torch.tensor([lanes[place].state for place in decodes])
+            device = lanes[0].slots.device
+            rows = torch.tensor([lanes[place].first for place in decodes], device=device)
+            slots = torch.tensor([lanes[place].state for place in decodes], device=device)
             pools = self._step.state_pools[self._number]
             layer = StateLayer({name: pool.index_select(0, slots) for name, pool in pools.items()}, started=True)
             cache = cache_of(Cache, [None] * self._number + [layer])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kernels.linear import Linear, pack_linear
-from kernels.norm import rms_norm
+from kernels.ops import NormWeights, Ops
 from kernels.weight_formats import Matrix, QuantizedRows
 
 _TRIED_ROWS = 3
@@ -109,14 +109,14 @@ class Table(Tensor):
     It has the shape of the table, and no numbers of its own: any other use raises TypeError.
     """
 
-    def __new__(cls, rows: Matrix, dtype: torch.dtype) -> Table:
-        return torch.zeros(1, dtype=dtype).expand(rows.shape).as_subclass(cls)
+    def __new__(cls, rows: Matrix, dtype: torch.dtype, ops: Ops) -> Table:
+        return torch.zeros(1, dtype=dtype, device=ops.device).expand(rows.shape).as_subclass(cls)
 
-    def __init__(self, rows: Matrix, dtype: torch.dtype) -> None:
+    def __init__(self, rows: Matrix, dtype: torch.dtype, ops: Ops) -> None:
         """rows: of 16 bits, or quantised. dtype: of the rows that are looked up."""
         if isinstance(rows, QuantizedRows):  # Memory of its own: the rows may be pages of a file.
             rows = QuantizedRows(rows.format, rows.data.clone(), rows.depth, rows.order)
-        self._rows, self._wide = rows, dtype
+        self._rows = ops.pack_table(rows, dtype)
         # `nn.Module` registers it as a parameter.
         self._is_param = True
 
@@ -132,9 +132,7 @@ class Table(Tensor):
         raise TypeError(f"The code calls {func} with a table whose rows can only be looked up.")
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        if isinstance(self._rows, QuantizedRows):
-            return self._rows.rows(ids.flatten()).dequantise().view(*ids.shape, -1).to(self._wide)
-        return functional.embedding(ids, self._rows).to(self._wide)
+        return self._rows(ids.flatten()).view(*ids.shape, -1)
 
 
 _WITHOUT_NUMBERS = (Tensor.dim, Tensor.size, Tensor.numel, Tensor.untyped_storage)
@@ -143,15 +141,16 @@ _WITHOUT_NUMBERS = (Tensor.dim, Tensor.size, Tensor.numel, Tensor.untyped_storag
 class Norm(nn.Module):
     """An RMS norm over the last dimension by our kernel."""
 
-    def __init__(self, weight: Any, multiplier: Tensor, eps: float) -> None:
+    def __init__(self, weight: Any, multiplier: Tensor, eps: float, ops: Ops) -> None:
         """multiplier: the factors of a normalised row, which may differ from the weight."""
         super().__init__()
         self.multiplier, self.eps = multiplier, eps
+        self._norm, self._weights = ops.norm, NormWeights(multiplier, None, eps)
         # Modelling code may read it.
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.reshape(-1, x.shape[-1]), self.multiplier, self.eps).view(x.shape)
+        return self._norm(x.reshape(-1, x.shape[-1]), self._weights).view(x.shape)
 
 
 def replaceable_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -177,20 +176,25 @@ def exchange_weights(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def exchange_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """Exchange every RMS norm that multiplies by its weight w or by 1 + w, as its output for random rows shows."""
+def exchange_norms(model: nn.Module, dtype: torch.dtype, ops: Ops) -> None:
+    """Exchange every RMS norm that multiplies by its weight w or by 1 + w, as its output for random rows shows.
+
+    On a CPU our kernel is for float32 alone.
+    """
+    if ops.same_bits and dtype != torch.float32:
+        return
     draw = torch.Generator().manual_seed(0)
     for name, module in list(model.named_modules()):
-        if not _may_be_norm(module) or dtype != torch.float32:
+        if not _may_be_norm(module):
             continue
         weight: Any = module.weight
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if eps is None or weight.dim() != 1:
             continue
-        rows = torch.randn((_TRIED_ROWS, len(weight)), generator=draw).to(dtype)
+        rows = torch.randn((_TRIED_ROWS, len(weight)), generator=draw).to(ops.device)
         wanted = module(rows)
-        for candidate in (weight, 1.0 + weight):
-            ours = Norm(weight, candidate.detach().contiguous(), float(eps))
+        for candidate in (weight, 1.0 + weight.float()):
+            ours = Norm(weight, candidate.detach().contiguous(), float(eps), ops)
             if torch.allclose(ours(rows), wanted, rtol=1e-5, atol=1e-6):
                 replace_module(model, name, ours)
                 break

@@ -51,6 +51,18 @@ class TransformersSpec(ModelSpec):
         return self.geometry.kv_layers or (KvLayerSpec(1, 1, 0),)
 
     @property
+    def gpu_obstacle(self) -> str | None:
+        """Why no GPU serves the model, in a sentence; None if one does."""
+        reason = None
+        if self.geometry.has_opaque:
+            reason = "a part of a request's memory lies outside the KV pool"
+        elif any(layer.pools.keys() - {"keys", "values"} for layer in self.geometry.layers):
+            reason = "their attention is indexed"
+        if reason is None:
+            return None
+        return f"--device cuda: models of type {self.model_type!r} are computed on a CPU only so far, as {reason}."
+
+    @property
     def keeps_snapshots(self) -> bool:
         return not self.geometry.has_opaque
 

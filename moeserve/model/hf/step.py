@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -61,6 +61,17 @@ class Lane:
         return self.start + self.count
 
 
+@runtime_checkable
+class StepRows(Protocol):
+    """The rows of a step as the operations of attention take them: `PagedRows`, or `SequencesByShape` on a GPU."""
+
+    @property
+    def slots(self) -> Tensor: ...
+
+    @property
+    def plan(self) -> AttentionPlan: ...
+
+
 @dataclass(slots=True)
 class Step:
     """The step that a decoder computes now; its decoder fills it in and all parts of the model look here.
@@ -72,10 +83,10 @@ class Step:
     embeddings and their angles as our kernels take them. kinds: by key of a mask, its kind.
     """
 
-    attention: PagedRows = field(
+    attention: StepRows = field(
         default_factory=lambda: PagedRows(torch.empty(0, dtype=torch.int64), AttentionPlan((), 1))
     )
-    windows: PagedRows | None = None
+    windows: StepRows | None = None
     pools: Sequence[Tensor] = ()
     state_pools: Sequence[Mapping[str, Tensor]] = ()
     state_rows: StateRows | None = None
@@ -87,8 +98,8 @@ class Step:
 
     def begin(
         self,
-        attention: PagedRows,
-        windows: PagedRows | None,
+        attention: StepRows,
+        windows: StepRows | None,
         pools: Sequence[Tensor],
         state_pools: Sequence[Mapping[str, Tensor]] = (),
         state_rows: StateRows | None = None,
@@ -107,7 +118,7 @@ class Step:
     def num_rows(self) -> int:
         return len(self.attention.slots)
 
-    def paged(self, memory: LayerMemory) -> PagedRows:
+    def paged(self, memory: LayerMemory) -> StepRows:
         return self.windows if memory.windowed and self.windows is not None else self.attention
 
     @property
@@ -116,14 +127,20 @@ class Step:
             self._lanes, first, plan = [], 0, self.attention.plan
             states = [] if self.state_rows is None else self.state_rows.slots.tolist()
             for number, chunk in enumerate(plan.chunks):
-                slots, windows = _all_slots(chunk, plan.block_size), None
+                slots, windows = self._all_slots(chunk, plan.block_size), None
                 if self.windows is not None:
-                    windows = _all_slots(self.windows.plan.chunks[number], plan.block_size)
+                    windows = self._all_slots(self.windows.plan.chunks[number], plan.block_size)
                 state = states[number] if states else -1
                 lane = Lane(first, first + chunk.num_tokens, chunk.start, slots, state, window_slots=windows)
                 self._lanes.append(lane)
                 first += chunk.num_tokens
         return self._lanes
+
+    def _all_slots(self, chunk: ChunkSpan, block_size: int) -> Tensor:
+        """Return the slots [L] of all tokens of a request up to the end of its chunk."""
+        blocks = torch.frombuffer(chunk.block_ids, dtype=torch.int32).long()
+        slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
+        return slots[: chunk.start + chunk.num_tokens].to(self.attention.slots.device)
 
     def kind_of(self, mask: RowMask) -> MaskKind:
         if mask.key is None:
@@ -139,12 +156,6 @@ class Step:
             # Keep the embeddings, so that no others get their id.
             known = self.angles[id(embeddings[0])] = embeddings[0], _halves(embeddings)
         return known[1]
-
-
-def _all_slots(chunk: ChunkSpan, block_size: int) -> Tensor:
-    """Return the slots [L] of all tokens of a request up to the end of its chunk."""
-    blocks = torch.frombuffer(chunk.block_ids, dtype=torch.int32).long()
-    return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[: chunk.start + chunk.num_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +178,16 @@ class RowMask:
 
     def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return which keys each query sees: [Q] and [K] int64 positions -> [1, 1, Q, K] bool."""
-        zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+        zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=queries.device)
         seen: Tensor = self.function(zero, zero, queries[None, None, :, None], keys[None, None, None, :])
         return seen.expand(1, 1, len(queries), len(keys))
 
     def additive(self, lane: Lane, dtype: torch.dtype, first_key: int = 0) -> Tensor:
         """Return [1, 1, rows of the lane, keys] to be added to scores. first_key: the position of the first key."""
-        seen = self.seen(torch.arange(lane.start, lane.end), torch.arange(first_key, lane.end))
-        return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+        device = lane.slots.device
+        places = torch.arange(lane.end, device=device)
+        seen = self.seen(places[lane.start :], places[first_key:])
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def _halves(embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
