@@ -331,8 +331,11 @@ class CpuOps:
 
         packings = map(packing_of, range(num_experts))
         # A single expert is packed by all threads together.
-        num_packers = 1 if native_kernels() is None else self._num_packers or torch.get_num_threads()
-        packed = results_in_order(packings, num_packers) if num_experts > 1 else (pack() for pack in packings)
+        if num_experts > 1 and (native := native_kernels()) is not None:
+            num_packers = self._num_packers or torch.get_num_threads()
+            packed = results_in_order(packings, num_packers, native.compute_alone)
+        else:
+            packed = (pack() for pack in packings)
         for expert, room in enumerate(packed):
             experts.put(expert, room)
         return experts

@@ -12,8 +12,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import native_kernels
-
 _HUGE_PAGE = 2**21
 # Bytes of addresses that small weights share. Pages are taken when they are first written, so the unused end of a chunk
 # costs nothing but the rest of a huge page: of chunks of 64 MiB the ends were 2.5 % of the experts of a model.
@@ -61,8 +59,10 @@ def _huge_pages(num_bytes: int) -> Tensor:
 ResultT = TypeVar("ResultT")
 
 
-def results_in_order(tasks: Iterable[Callable[[], ResultT]], num_threads: int) -> Iterator[ResultT]:
-    """Yield the results of `tasks` in order. Several are computed at once, on one thread each.
+def results_in_order(
+    tasks: Iterable[Callable[[], ResultT]], num_threads: int, begin: Callable[[], None] | None = None
+) -> Iterator[ResultT]:
+    """Yield the results of `tasks` in order. Several are computed at once, each on one thread that runs `begin` first.
 
     The caller's thread takes the next tasks out of the iterable meanwhile, at most two ahead for each thread. The
     threads have ended when the iterator has, so that the process may be forked then.
@@ -70,7 +70,7 @@ def results_in_order(tasks: Iterable[Callable[[], ResultT]], num_threads: int) -
     if num_threads == 1:
         yield from (task() for task in tasks)
         return
-    kernels, inference, device = native_kernels(), torch.is_inference_mode_enabled(), torch.get_default_device()
+    inference, device = torch.is_inference_mode_enabled(), torch.get_default_device()
     there = nullcontext() if device.type == "cpu" else device
 
     def compute(task: Callable[[], ResultT]) -> ResultT:
@@ -78,7 +78,7 @@ def results_in_order(tasks: Iterable[Callable[[], ResultT]], num_threads: int) -
             return task()
 
     begun: deque[Future[ResultT]] = deque()
-    with ThreadPoolExecutor(num_threads, initializer=None if kernels is None else kernels.compute_alone) as pool:
+    with ThreadPoolExecutor(num_threads, initializer=begin) as pool:
         for task in tasks:
             begun.append(pool.submit(compute, task))
             if len(begun) > 2 * num_threads:

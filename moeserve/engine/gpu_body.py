@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import structlog
 import torch
 
 from experts.observer import AnyObserver
@@ -76,8 +75,6 @@ _SHARE_FOR_EXPERTS = 0.8
 _SECONDS_TO_COMPILE = 600.0
 _MANY = 2**62  # blocks or states, where a rank has no layer that needs them
 _SECONDS_BETWEEN_LINES = 5.0
-
-log = structlog.get_logger(__name__)
 
 
 def gpu_settings(config: ServeConfig, states: StateDemand | None, *, keeps_stored: bool = False) -> GpuSettings:
@@ -278,9 +275,8 @@ class GpuBody:
             collectives.be_patient(_SECONDS_TO_COMPILE)
         if self._device.type == "cuda" and collectives is None and self.resident is None:
             # With other ranks, and with experts outside of this memory, the host reads what kernels have computed.
-            failures = compile_ahead(kernels_to_launch(decoder, settings, self._configs), _Compiling(self._told))
-            if failures:
-                log.warning("kernels_not_compiled_ahead", failures=failures)
+            compiling = _Compiling(self._told)
+            compiling.end(compile_ahead(kernels_to_launch(decoder, settings, self._configs), compiling))
             self._passed("compile_s")
         self._told("computing the largest step", 0, 0)
         compute_largest_step(decoder, settings, alone if peers is None else peers.begin_alike)
@@ -344,14 +340,20 @@ class _Compiling:
     """Tells how many kernels are compiled, and writes it to the log every few seconds."""
 
     def __init__(self, told: StageProgress) -> None:
-        self._told, self._next_line = told, 0.0
+        import structlog  # Imported late: this module is also measured where structlog is not installed.
+
+        self._log, self._told, self._next_line = structlog.get_logger(__name__), told, 0.0
 
     def __call__(self, done: int, total: int) -> None:
         self._told("compiling kernels", done, total)
         now = time.monotonic()
         if done == total or now >= self._next_line:
             self._next_line = now + _SECONDS_BETWEEN_LINES
-            log.info("compiling_kernels", done=done, total=total)
+            self._log.info("compiling_kernels", done=done, total=total)
+
+    def end(self, failures: Sequence[str]) -> None:
+        if failures:
+            self._log.warning("kernels_not_compiled_ahead", failures=failures)
 
 
 def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:

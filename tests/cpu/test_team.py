@@ -43,17 +43,19 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
 
 
 def test_tasks_of_one_thread_each_give_their_results_in_order_and_their_errors() -> None:
-    linear = pack_linear(torch.randn(256, 96))
+    linear, native = pack_linear(torch.randn(256, 96)), native_kernels()
+    assert native is not None
+    begin = native.compute_alone
     inputs = [torch.randn(rows, 96) for rows in (1, 7, 40, 200)] * 10
     wanted = [linear(x) for x in inputs]
     with torch.inference_mode():
-        assert all(map(torch.equal, results_in_order((partial(linear, x) for x in inputs), 2), wanted))
+        assert all(map(torch.equal, results_in_order((partial(linear, x) for x in inputs), 2, begin), wanted))
 
     def fail() -> torch.Tensor:
         raise ValueError("a task failed")
 
     tasks = [partial(linear, inputs[0]), fail, *(partial(linear, x) for x in inputs)]
-    results = results_in_order(tasks, 2)
+    results = results_in_order(tasks, 2, begin)
     assert torch.equal(next(results), wanted[0])
     with pytest.raises(ValueError, match="a task failed"):
         next(results)
