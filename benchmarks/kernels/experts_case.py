@@ -98,17 +98,13 @@ def make_case(
     random = torch.Generator(device=device).manual_seed(seed)
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(shape.weights, torch.bfloat16)
     ids = route(num_tokens, shape.num_experts, shape.top_k, routing, random)
+    x = torch.randn((num_tokens, shape.hidden_size), generator=random, device=device).to(dtype)
+    weights = torch.rand(ids.shape, generator=random, device=device)
     workspace = MoeWorkspace.allocate(
         num_tokens, shape.top_k, shape.num_experts, shape.hidden_size, shape.intermediate_size, dtype, device
     )
-    return MoeCase(
-        shape,
-        torch.randn((num_tokens, shape.hidden_size), generator=random, device=device).to(dtype),
-        ids,
-        torch.rand(ids.shape, generator=random, device=device) / shape.top_k,
-        experts or random_experts(shape, random),
-        workspace,
-    )
+    weights /= weights.sum(-1, keepdim=True)
+    return MoeCase(shape, x, ids, weights, experts or random_experts(shape, random), workspace)
 
 
 def random_experts(shape: MoeShape, random: torch.Generator) -> GpuExperts:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.engine import kv_host
+from moeserve.engine.kv import host as kv_host
 from moeserve.engine.kv.disk.copier import BlockCopier
 from moeserve.engine.kv.disk.files import BlockFiles
 from moeserve.engine.kv.host import (
