@@ -177,7 +177,6 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     check_expert_store(config, spec, device)
     placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
-        assert isinstance(spec, DecoderSpec)
         return _plan_on_gpu(spec, dtype, read_index(directory), config, placement)
     if placement is None and spec.moe is not None:
         # Refuse an unusable file, whether or not a setting uses it.
@@ -200,13 +199,16 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
 
 
 def _plan_on_gpu(
-    spec: DecoderSpec,
+    spec: ModelSpec,
     dtype: torch.dtype,
     index: Mapping[str, TensorInfo],
     config: ServeConfig,
     placement: Placement | None,
 ) -> ModelPlan:
     """Say what each rank holds. How much memory is left for KV each finds out by itself."""
+    if not isinstance(spec, DecoderSpec):
+        rounding = rounding_on_gpu(spec, index)
+        return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device="cuda", rounding=rounding)
     layers = layers_on_gpus(spec, index, config) if config.pipeline_parallel_size > 1 else ()
     if config.tensor_parallel_size > 1:
         check_shards(spec, config.tensor_parallel_size)
