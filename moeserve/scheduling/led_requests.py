@@ -58,8 +58,11 @@ class LedRequests(Part):
     def begins(self, request: Request, memory: RequestMemory, draft: PlanDraft) -> None:
         self._outside.pop(request.request_id, None)
         forked = self._led.get(request.asked.forks)
-        # A plan names the forked request, so its blocks do not change hands before the copy.
-        if forked is not None and forked.is_in_flight and forked.rank == request.rank:
+        if forked is None or forked.rank != request.rank or forked.num_output_tokens != request.num_output_tokens:
+            return
+        # A plan names the forked request, so its blocks do not change hands before the copy. One that computes more
+        # than its last token, in another life of the engine for example, has no block yet that is worth a copy.
+        if forked.num_scheduled_tokens == 1:
             for source, target in memory.take_over(request, forked):
                 draft.copy(request.rank, source, target)
 
