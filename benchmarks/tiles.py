@@ -52,7 +52,7 @@ _ROOM = ("--kv-cache-memory", "2GiB", "--max-num-seqs", "64")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a run measures. minutes: after which nothing new begins."""
+    """The measurements of one run. minutes: no measurement begins later than this after the start."""
 
     prompts: tuple[int, ...] = (960, 3660, 18_000)
     streams: tuple[int, ...] = (1, 16, 64)

@@ -56,7 +56,7 @@ RESERVE_BYTES = 512 * 2**20
 
 
 class GpuFacts(Protocol):
-    """What decides the size of a GPU's steps; see `moeserve.machine.Gpu`."""
+    """The figures of a GPU that decide the size of its steps; see `moeserve.machine.Gpu`."""
 
     @property
     def total_bytes(self) -> int: ...

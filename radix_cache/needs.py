@@ -1,4 +1,4 @@
-"""What a prefix has to have at a block boundary, beside its KV blocks, for a request to go on from there."""
+"""A request goes on from a block boundary if the prefix has, beside KV blocks, the needs of the model there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether ranks get what they send each other, and compute a layer together as one of them does alone."""
+"""Check that ranks get each other's messages, and compute a layer together as one of them does alone."""
 
 from __future__ import annotations
 
