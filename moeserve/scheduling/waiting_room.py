@@ -118,10 +118,11 @@ class WaitingRoom:
         most that a step computes.
         """
         late, ahead, num_tokens = list[Request](), list[int](), 0
-        sums, limits = TokenSums(), dict[tuple[bool, float | None, int], float]()
+        sums, limits = TokenSums(), dict[tuple[bool, str, float | None, int], float]()
         for request in self.queue.candidates():
             own, num_places = request.num_uncached_tokens, len(ahead) + 1 - load.num_free_places
-            kind = (self._pace.is_bounded(request), request.terms.ttft_s, -(-own // step_tokens))
+            terms, num_steps = request.terms, -(-own // step_tokens)
+            kind = (self._pace.is_bounded(request), terms.tenant, terms.ttft_s, num_steps)
             if (limit_s := limits.get(kind)) is None:
                 limit_s = limits[kind] = self._pace.limit(request)
             waited_s = self._pace.now - request.arrived_at

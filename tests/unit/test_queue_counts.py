@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepResult, Terms
@@ -189,8 +189,13 @@ _ADDS = st.tuples(st.just("add"), st.integers(0, len(TENANTS) - 1), _PROMPTS, st
 _STEPS = st.tuples(st.just("step"), st.floats(0.001, 0.7))
 _ABORTS = st.tuples(st.just("abort"), st.integers(0, 40))
 
+# The clients of tenant 0 leave, so its requests may wait for less long than the one of tenant 1 ahead of them.
+_OF_ONE, _OF_OTHER = ("add", 0, [(1,) * 4], 0), ("add", 1, [(1,) * 4], 1)
+_LEAVING = [*[_OF_ONE] * 5, _OF_OTHER, ("step", 0.5), _OF_ONE, ("abort", 0)]
+
 
 @settings(deadline=None, max_examples=60)
+@example(script=_LEAVING, own=1)
 @given(st.lists(_ADDS | _ADDS | _STEPS | _ABORTS, max_size=60), st.integers(1, 30))
 def test_decisions_are_those_of_the_plain_computation(script: list[tuple], own: int) -> None:
     queue, prompts = Queue(), list[list[int]]()
