@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import exp
 from pathlib import Path
@@ -21,20 +21,30 @@ from moeserve.model.rounding import Rounding
 from moeserve.model.source import resolve_model
 from moeserve.model.spec import ModelError
 
-# (quantization, arithmetic, dtype of keys and values), as the flags of `moeserve serve` name them; the others are
-# compared with the first.
-Form = tuple[str, str, str]
-FORMS: tuple[Form, ...] = (
-    ("none", "exact", "float32"),
-    ("none", "exact", "bfloat16"),
-    ("none", "exact", "int8"),
-    ("int8", "int8", "float32"),
-    ("int8", "int8", "bfloat16"),
-    ("int8", "exact", "float32"),
-    ("experts=int4", "int8", "bfloat16"),
-    ("int4", "int8", "bfloat16"),
-    ("int4", "exact", "float32"),
-    ("int4", "int8", "int8"),
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the flags of `moeserve serve` ask for. kv_dtype: of keys and values."""
+
+    quantization: str = "none"
+    arithmetic: str = "exact"
+    kv_dtype: str = "float32"
+    dtype: str = "float32"
+
+
+# The others are compared with the first.
+FORMS = (
+    Form(),
+    Form(kv_dtype="bfloat16"),
+    Form(kv_dtype="int8"),
+    Form(kv_dtype="bfloat16", dtype="bfloat16"),
+    Form("int8", "int8"),
+    Form("int8", "int8", "bfloat16"),
+    Form("int8"),
+    Form("experts=int4", "int8", "bfloat16"),
+    Form("int4", "int8", "bfloat16"),
+    Form("int4"),
+    Form("int4", "int8", "int8"),
 )
 # The same of a quantised model, whose weights stay as they are: (arithmetic, dtype of keys and values).
 _STORED_FORMS = (("exact", "float32"), ("auto", "bfloat16"))
@@ -54,12 +64,13 @@ def measure(folder: Path, max_tokens: int, forms: Sequence[Form] = FORMS) -> Ite
 
     One form is in memory at a time. Raise ModelError, also for experts that cannot be quantised.
     """
-    for quantization, arithmetic, kv_dtype in forms:
-        rounding = Rounding.named(quantization, arithmetic)
+    for form in forms:
+        rounding = replace(Rounding.named(form.quantization, form.arithmetic), narrow=form.dtype == "bfloat16")
         if rounding.experts is not None:
             layouts_in_store(folder, build_spec(load_config(folder)), torch.float32, rounding)
         name = "as in the checkpoint" if rounding.is_none else f"{rounding.name}, activations {rounding.arithmetic}"
-        yield _measure_form(folder, name, rounding, kv_dtype, max_tokens)
+        name += ", activations bfloat16" if rounding.narrow else ""
+        yield _measure_form(folder, name, rounding, form.kv_dtype, max_tokens)
 
 
 def measure_stored(model: str, folder: Path, max_tokens: int) -> Iterator[Quality]:

@@ -28,22 +28,26 @@ def test_quality_compares_forms_with_the_checkpoint(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tests.support.tiny_checkpoint._FFN", 64)
     model = write_tiny_checkpoint(tmp_path / "model")
     forms = (
-        ("none", "exact", "float32"),
-        ("int8", "int8", "float32"),
-        ("int4", "exact", "float32"),
-        ("none", "exact", "int8"),
+        quality.Form(),
+        quality.Form("int8", "int8"),
+        quality.Form("int4"),
+        quality.Form(kv_dtype="int8"),
+        quality.Form(dtype="bfloat16"),
     )
-    plain, eight, four, small_kv = quality.measure(model, 256, forms)
+    plain, eight, four, small_kv, narrow = quality.measure(model, 256, forms)
     assert plain.num_tokens == eight.num_tokens == four.num_tokens > 100
-    assert [plain.form, eight.form, four.form, small_kv.form] == [
+    assert [plain.form, eight.form, four.form, small_kv.form, narrow.form] == [
         "as in the checkpoint",
         "int8, activations int8",
         "int4, activations exact",
         "as in the checkpoint, keys and values int8",
+        "as in the checkpoint, activations bfloat16",
     ]
     assert eight.perplexity != plain.perplexity
     assert eight.perplexity == pytest.approx(plain.perplexity, rel=0.02)
     assert small_kv.perplexity == pytest.approx(plain.perplexity, rel=0.02)
+    assert narrow.perplexity != plain.perplexity
+    assert narrow.perplexity == pytest.approx(plain.perplexity, rel=0.02)
     assert four.perplexity == pytest.approx(plain.perplexity, rel=0.2)
 
 
