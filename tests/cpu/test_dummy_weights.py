@@ -10,6 +10,8 @@ from moeserve.model.dummy import draw_into
 from moeserve.model.stored import TensorInfo
 
 EXPERTS = TensorInfo(Path("dummy_weights.json"), "BF16", (3, 40, 50), 12_000)
+# Each row is drawn in two pieces.
+LARGE = TensorInfo(Path("dummy_weights.json"), "BF16", (3, 400, 250), 600_000)
 
 
 def drawn(name: str, info: TensorInfo, row: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -19,12 +21,12 @@ def drawn(name: str, info: TensorInfo, row: int | None = None, dtype: torch.dtyp
 
 
 def test_a_row_has_the_numbers_that_it_has_in_the_whole_tensor_in_any_layout() -> None:
-    whole = drawn("experts", EXPERTS)
-    assert torch.equal(torch.stack([drawn("experts", EXPERTS, row) for row in range(3)]), whole)
-    transposed = torch.empty(50, 40)
-    draw_into("experts", EXPERTS, transposed.T, 1)
+    whole = drawn("experts", LARGE)
+    assert torch.equal(torch.stack([drawn("experts", LARGE, row) for row in range(3)]), whole)
+    transposed = torch.empty(250, 400)
+    draw_into("experts", LARGE, transposed.T, 1)
     assert torch.equal(transposed.T, whole[1])
-    assert torch.equal(drawn("experts", EXPERTS, dtype=torch.bfloat16), whole.bfloat16())
+    assert torch.equal(drawn("experts", LARGE, dtype=torch.bfloat16), whole.bfloat16())
 
 
 def test_numbers_are_spread_evenly_and_other_tensors_have_others() -> None:
