@@ -4,7 +4,7 @@
 // those at odd places another one. Their sum is added to that of the steps before. Subnormal numbers count as zeros: callers
 // hold a PairMode and compute in a function that is not inlined.
 //
-// Machines go along a chain number by number, widened in registers or as one place of each pair. `vdpbf16ps` adds both
+// Machines go along a chain number by number, widened in registers or in one half of each word. `vdpbf16ps` adds both
 // numbers of a pair to one chain, the upper one first: there a pair is of a chain, two neighbouring pairs of both. Without
 // MOESERVE_SUMS_AS_TILES it computes an order of its own, one chain of all pairs, which takes less time.
 #pragma once
@@ -29,19 +29,19 @@ constexpr int kPartsOfSums = 12;  // Of 16.
 #define MOESERVE_HAS_ONE_CHAIN
 #endif
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define MOESERVE_MULTIPLIES_PLACES
+#define MOESERVE_MULTIPLIES_HALVES
 #endif
 #endif
 
 // Two numbers of a row, rounded to bfloat16. Zeros follow a row whose depth is no multiple of a step's.
-#if defined(MOESERVE_HAS_TILES) || defined(MOESERVE_MULTIPLIES_PAIRS) || defined(MOESERVE_MULTIPLIES_PLACES)
+#if defined(MOESERVE_HAS_TILES) || defined(MOESERVE_MULTIPLIES_PAIRS)
 #define MOESERVE_PACKS_PAIRS
 struct Pair {
   int32_t bits;
 };
 #else
 struct Pair {
-  float even, odd;  // Of the chains.
+  float even, odd;  // Of the chains. With MOESERVE_MULTIPLIES_HALVES a number is in both halves of its word.
 };
 #endif
 
@@ -77,19 +77,25 @@ MOESERVE_INLINE Factors splat_factor(const Pair& pair) { return PartWords{} + ui
 typedef Part Factors;
 
 template <int Chain>
-MOESERVE_INLINE Factors factor_of(PartWords pairs) { return (Part)(Chain ? pairs & 0xffff0000u : pairs << 16); }
+MOESERVE_INLINE Factors factor_of(PartWords pairs) {
+#if defined(MOESERVE_MULTIPLIES_HALVES)
+  return (Part)pairs;
+#else
+  return (Part)(Chain ? pairs & 0xffff0000u : pairs << 16);
+#endif
+}
 
 template <int Chain>
 MOESERVE_INLINE Factors splat_factor(const Pair& pair) { return splat_part(Chain ? pair.odd : pair.even); }
 #endif
 
-template <int Chain>
-MOESERVE_INLINE Part add_products(Part sums, Factors a, Factors b) {
+// upper: which halves of words are multiplied, where numbers are not widened.
+MOESERVE_INLINE Part add_products(Part sums, Factors a, Factors b, [[maybe_unused]] bool upper) {
 #if defined(MOESERVE_MULTIPLIES_PAIRS)
   return (Part)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
-#elif defined(MOESERVE_MULTIPLIES_PLACES)
+#elif defined(MOESERVE_MULTIPLIES_HALVES)
   const auto x = (bfloat16x8_t)a, y = (bfloat16x8_t)b;
-  return (Part)(Chain ? vbfmlaltq_f32((float32x4_t)sums, x, y) : vbfmlalbq_f32((float32x4_t)sums, x, y));
+  return (Part)(upper ? vbfmlaltq_f32((float32x4_t)sums, x, y) : vbfmlalbq_f32((float32x4_t)sums, x, y));
 #else
   return fma_part(a, b, sums);
 #endif
@@ -110,6 +116,8 @@ constexpr int64_t pair_of_turn(int64_t i) { return i; }
 struct PairColumns {
   const uint32_t* words;
   int64_t stride;
+
+  static constexpr bool is_upper(int chain, int) { return chain; }
 
   template <int Chain, int Parts>
   MOESERVE_INLINE void load(int64_t pair, Factors (&parts)[Parts]) const {
@@ -132,7 +140,7 @@ MOESERVE_INLINE void take_turn(const Pair* const (&rows)[Rows], const Weights& w
   for (int r = 0; r < Rows; ++r) {
     const Factors x = splat_factor<Chain>(rows[r][pair]);
 #pragma GCC unroll 16
-    for (int p = 0; p < Parts; ++p) sums[r][p] = add_products<Chain>(sums[r][p], x, weight[p]);
+    for (int p = 0; p < Parts; ++p) sums[r][p] = add_products(sums[r][p], x, weight[p], Weights::is_upper(Chain, p));
   }
 }
 

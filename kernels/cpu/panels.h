@@ -125,7 +125,10 @@ static inline void store_pairs(Floats low, Floats high, Pair* out) {
                             __builtin_convertvector(round_to_upper(high) >> 16, Shorts)};
   std::memcpy(out, shorts, sizeof(shorts));
 #else
-  const Words numbers[2] = {round_to_upper(low), round_to_upper(high)};
+  Words numbers[2] = {round_to_upper(low), round_to_upper(high)};
+#if defined(MOESERVE_MULTIPLIES_HALVES)
+  for (Words& both : numbers) both |= both >> 16;
+#endif
   std::memcpy(out, numbers, sizeof(numbers));
 #endif
 }
@@ -145,6 +148,8 @@ static inline void round_to_pairs(const float* x, int64_t depth, Pair* out) {
 struct PanelPairs {
   const Bf16* panel;
 
+  static constexpr bool is_upper(int, int part) { return part >= kColumnParts / 2; }
+
   template <int Chain>
   MOESERVE_INLINE void load(int64_t pair, Factors (&parts)[kColumnParts]) const {
 #if defined(MOESERVE_PACKS_PAIRS)
@@ -162,7 +167,13 @@ struct PanelPairs {
 #else
     const Bf16* from = panel + (2 * pair + Chain) * kPanelColumns;
     __builtin_prefetch((const char*)from + 2048);
+#if defined(MOESERVE_MULTIPLIES_HALVES)
+#pragma GCC unroll 4
+    for (int p = 0; p < kColumnParts / 2; ++p)
+      parts[p] = parts[p + kColumnParts / 2] = load_part(reinterpret_cast<const float*>(from) + p * kPartLanes);
+#else
     load_parts(from, parts);
+#endif
 #endif
   }
 };

@@ -166,6 +166,8 @@ MOESERVE_INLINE Words pairs_of_codes(const uint8_t* codes, int64_t pair) {
 struct CodePairs {
   const uint8_t *low, *high;
 
+  static constexpr bool is_upper(int chain, int) { return chain; }
+
   template <int Chain>
   MOESERVE_INLINE void load(int64_t pair, Factors (&parts)[kColumnParts]) const {
     __builtin_prefetch(low + 2 * pair * kLanes + kPrefetch / 2);

@@ -49,7 +49,8 @@ TARGETS = (
     Target("avx512", "x86_64", _V4, _HAS_V4),
     Target("avx-vnni", "x86_64", (*_V3, "-mavxvnni"), _HAS_V3 | {"avx_vnni"}),
     Target("x86-64-v3", "x86_64", _V3, _HAS_V3),
-    Target("aarch64-i8mm", "aarch64", (f"{_ARM}+i8mm",), _HAS_DOTPROD | {"i8mm"}),
+    # No processor is known that has one of the two without the other.
+    Target("aarch64-bf16", "aarch64", (f"{_ARM}+i8mm+bf16",), _HAS_DOTPROD | {"i8mm", "bf16"}),
     Target("aarch64-dotprod", "aarch64", (_ARM,), _HAS_DOTPROD),
 )
 # Any other processor, compiled for where it is.

@@ -93,21 +93,43 @@ def test_every_target_computes_the_same_bits_over_two_hundred_batches() -> None:
         assert differing(target, digests(target, batches=200), wanted) == [], target.name
 
 
+def disassembly(library: Path, objdump: str = "objdump") -> str:
+    return subprocess.run([objdump, "-d", library], capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.kernel_change
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Tiles are of x86-64.")
 def test_the_library_for_amx_is_compiled_with_its_instructions_on_any_machine() -> None:
     library = build_library(targets_of("x86_64")[0])
     assert ctypes.c_int64.in_dll(ctypes.CDLL(str(library)), "moeserve_has_tiles").value == 1
-    listing = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
+    listing = disassembly(library)
     names = ("ldtilecfg", "tileloadd", "tdpbssd", "tdpbsud", "tdpbf16ps", "tilestored", "tilerelease")
     assert [name for name in names if name not in listing] == []
 
 
+for_arm = pytest.mark.parametrize("target", targets_of("aarch64"), ids=lambda target: target.name)
+needs_emulator = pytest.mark.skipif(
+    not shutil.which(COMPILER) or not shutil.which(EMULATOR), reason=f"needs {COMPILER} and {EMULATOR}"
+)
+
+
+@needs_emulator
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("target", targets_of("aarch64"), ids=lambda target: target.name)
+@for_arm
+def test_the_libraries_for_arm_are_compiled_with_their_instructions(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", COMPILER)
+    listing = disassembly(build_library(target), COMPILER.replace("g++", "objdump"))
+    names = {"aarch64-bf16": ("bfmlalb", "bfmlalt", "usdot"), "aarch64-dotprod": ("sdot",)}[target.name]
+    assert [name for name in names if name not in listing] == []
+
+
+@needs_emulator
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@for_arm
 def test_the_kernels_for_arm_compute_the_recorded_bits_in_an_emulator(target: Target) -> None:
-    if not shutil.which(COMPILER) or not shutil.which(EMULATOR):
-        pytest.skip(f"needs {COMPILER} and {EMULATOR}")
     assert differing(target, digests(PLAIN, "tests.support.emulated_kernels", target.name), recorded()) == []

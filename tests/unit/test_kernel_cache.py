@@ -113,6 +113,23 @@ def test_a_processor_computes_with_the_first_target_whose_instructions_it_has(
         assert target not in suitable_targets()
 
 
+# Of /proc/cpuinfo.
+NEOVERSE_N1 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs"
+NEOVERSE_V1 = (
+    f"{NEOVERSE_N1} jscvt fcma sha3 sm3 sm4 sha512 sve asimdfhm dit uscat ilrcpc flagm svei8mm svebf16 i8mm bf16"
+)
+
+
+@pytest.mark.parametrize(("flags", "name"), [(NEOVERSE_N1, "aarch64-dotprod"), (NEOVERSE_V1, "aarch64-bf16")])
+def test_a_server_of_arm_computes_with_the_instructions_that_linux_says_it_has(
+    flags: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = f"processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: {flags}\nCPU implementer\t: 0x41\n\nprocessor\t: 1\n"
+    monkeypatch.setattr(Path, "read_text", lambda _: lines)
+    monkeypatch.setattr("kernels.cpu.targets.platform.machine", lambda: "aarch64")
+    assert suitable_targets()[0].name == name
+
+
 def test_a_process_that_linux_grants_no_tiles_computes_with_the_next_target(monkeypatch: pytest.MonkeyPatch) -> None:
     best, of_amd, _, third = targets_of("x86_64")[:4]
     on_a_processor(monkeypatch, "x86_64", best.features)
