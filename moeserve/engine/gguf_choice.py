@@ -11,7 +11,7 @@ import torch
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import RESERVE_BYTES
 from moeserve.engine.doctor import for_gpu, kv_on_gpu, setups_of, smallest_gpu
-from moeserve.engine.known_model import examine, in_billions, parameters_of
+from moeserve.engine.known_model import examine, in_billions, parameters_of, widened_parameters_of
 from moeserve.engine.memory_plan import share_memory
 from moeserve.machine import Machine
 from moeserve.model.gguf.hub import kind_of
@@ -23,6 +23,7 @@ _LEAST_TOKENS = 8192
 # Bytes that are kept for keys and values of a model whose configuration is not known.
 _UNKNOWN_KV_BYTES = 2**30
 _NO_ROOM = "It does not fit beside keys and values."
+_FLOAT_BYTES = 4  # of a weight that is widened to float32
 # Kinds that have 16 bits and more: slower than eight bits, and hardly better.
 _WIDE = frozenset(("BF16", "F16", "F32"))
 
@@ -115,18 +116,28 @@ def choices_of_hub(
 
     sizes: bytes by kind. spec: of the model, None if its configuration is not known.
     """
-    read_share = None
-    if spec is not None and (count := parameters_of(spec)).active is not None:
-        read_share = (count.active - spec.vocab_size * spec.hidden_size) / count.total
     choices = []
     for kind, num_bytes in sorted(sizes.items(), key=lambda item: item[1]):
-        obstacle, kv_tokens = _kv_beside(num_bytes, spec, machine, config)
+        loaded, read = (num_bytes, None) if spec is None else _bytes_in_memory(num_bytes, spec)
+        obstacle, kv_tokens = _kv_beside(loaded, spec, machine, config)
         speed = None
-        if obstacle is None and read_share is not None and machine.bandwidth is not None:
-            speed = machine.bandwidth / (num_bytes * read_share)
+        if obstacle is None and read is not None and machine.bandwidth is not None:
+            speed = machine.bandwidth / read
         on_gpu = _kv_on_gpu(num_bytes, spec, machine, config)
         choices.append(FileChoice(f"{name}:{kind}", kind, num_bytes, name, obstacle, kv_tokens, speed, on_gpu))
     return choices
+
+
+def _bytes_in_memory(num_bytes: int, spec: ModelSpec) -> tuple[int, float | None]:
+    """Return the bytes that the weights of a file of `num_bytes` take, and those that one token reads, None if that is
+    not known. The parameters of a file have the same width; one row of the embedding is read."""
+    count, (widened, read_widened) = parameters_of(spec), widened_parameters_of(spec)
+    width = num_bytes / count.total
+    loaded = round(num_bytes + widened * (_FLOAT_BYTES - width))
+    if count.active is None:
+        return loaded, None
+    packed = count.active - spec.vocab_size * spec.hidden_size - read_widened
+    return loaded, packed * width + read_widened * _FLOAT_BYTES
 
 
 def _kv_on_gpu(num_bytes: int, spec: ModelSpec | None, machine: Machine, config: ServeConfig) -> int | None:

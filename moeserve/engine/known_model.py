@@ -148,6 +148,14 @@ def parameters_of(spec: ModelSpec) -> ParameterCount:
     return count_parameters(spec) if isinstance(spec, DecoderSpec) else _borrowed(spec).parameters
 
 
+def widened_parameters_of(spec: ModelSpec) -> tuple[int, int]:
+    """Return how many parameters of a GGUF file are widened to float32, and how many of these a token reads."""
+    if isinstance(spec, DecoderSpec):
+        return 0, 0
+    borrowed = _borrowed(spec)
+    return borrowed.widened, borrowed.widened - borrowed.idle_widened
+
+
 def _borrowed(spec: ModelSpec) -> TransformersSpec:
     from moeserve.model.hf.spec import TransformersSpec  # Imported late: it loads transformers' modelling code.
 

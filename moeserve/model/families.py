@@ -490,10 +490,11 @@ def _gemma4_text(c: Config) -> DecoderSpec:
 
 
 def _gemma4_wide_layers(c: Config, types: Sequence[str]) -> Config:
-    """Return what layers without a window have of their own; transformers' classes list it by layer."""
-    by_layer = c.get("per_layer_config") or {}
+    """Return what layers without a window have of their own; transformers' classes list it by layer, as numbers or as
+    texts of equal length (`05`)."""
+    by_layer = {int(number): own for number, own in (c.get("per_layer_config") or {}).items()}
     wide = [number for number, kind in enumerate(types) if kind == "full_attention"]
-    found: list[Config] = [by_layer.get(number) or by_layer.get(str(number)) or {} for number in wide]
+    found: list[Config] = [by_layer.get(number) or {} for number in wide]
     if any(own != found[0] for own in found):
         raise ModelError("The layers without a window of this gemma4 model differ from each other.")
     return found[0] if found else {}

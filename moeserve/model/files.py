@@ -94,9 +94,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file within its bound. Raise ModelError, also for NaN and for endless nesting."""
+    """Return the JSON object in a file within its bound. Raise ModelError, also for NaN and for endless nesting.
+
+    Infinite numbers, which older configurations of Mamba have, become the objects that transformers writes for them.
+    """
     try:
-        content = json.loads(read_file(path).decode("utf-8"), parse_constant=_refuse_constant)
+        content = json.loads(read_file(path).decode("utf-8"), parse_constant=_constant)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}).") from None
     if not isinstance(content, dict):
@@ -110,6 +113,8 @@ def _check(path: Path, status: os.stat_result) -> int:
     return status.st_size
 
 
-def _refuse_constant(name: str) -> None:
-    """Raise for the numbers that Python takes and JSON lacks."""
-    raise ValueError(f"{name} is no number of JSON")
+def _constant(name: str) -> dict[str, str]:
+    """Return the object for a number that Python writes and JSON lacks. Raise ValueError for NaN."""
+    if name == "NaN":
+        raise ValueError(f"{name} is no number of JSON")
+    return {"__float__": name}

@@ -39,6 +39,7 @@ from moeserve.model.state_pool import state_row_bytes
 from tests.support.checkpoints import spec_of
 from tests.support.fp8 import to_fp8
 from tests.support.gguf_modules import tiny, write_module_gguf
+from tests.support.published_models import AS_ON_THE_HUB, Published
 from tests.support.tiny_models import CASES, config_of, save
 from tests.support.tiny_transformers import save_tiny, tiny_config
 
@@ -346,6 +347,17 @@ def test_transformers_classes_say_of_our_own_types_what_we_say(case: str, tmp_pa
         assert next(matrices) == next(matrices) or not any(len(layer) > 1 for layer in ours.state_layers)
     if not ours.state_layers:  # These have a name of their own in ours.
         assert sorted(kinds_of_layers(theirs)) == sorted(kinds_of_layers(ours))
+
+
+@pytest.mark.parametrize("published", AS_ON_THE_HUB, ids=lambda published: published.name)
+def test_a_configuration_as_the_hub_has_it_is_that_of_our_own_decoder(published: Published, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**published.config, "dtype": "bfloat16"}))
+    model = examine(tmp_path)
+    assert isinstance(model, NativeModel)
+    counted = parameters_of(model.spec)
+    assert counted.total / 1e9 == pytest.approx(published.total, rel=0.005)
+    assert counted.active is not None
+    assert counted.active / 1e9 == pytest.approx(published.active, rel=0.01)
 
 
 def test_a_published_model_on_transformers_code_is_described_from_its_configuration(

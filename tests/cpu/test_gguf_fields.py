@@ -25,6 +25,7 @@ from moeserve.model.gguf.parts import parts_of
 from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
 from moeserve.model.spec import CheckpointError, ModelError, UnsupportedModel
 from moeserve.model.weights import load_decoder
+from tests.support import gguf_modules
 from tests.support.gguf_export import ARCHITECTURES, as_it_is, copy_gguf, write_gguf
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import build
@@ -82,6 +83,30 @@ def test_a_field_that_changes_numbers_is_refused_by_its_name(
     config_of(header_of(architecture))
     with pytest.raises(UnsupportedModel, match=rf"^The GGUF file sets [\w.-]+\.{name} to [^\n]*\.$"):
         config_of(with_fields(header_of(architecture), **change))
+
+
+# Of these changes, those that an architecture of `gguf_modules` has a place for.
+_PLACES = {
+    "gemma4": ("final_logit_softcapping",),
+    "glm-dsa": ("attention__indexer__top_k",),
+    "mistral3": ("attention__temperature_scale",),
+    "mistral4": ("attention__temperature_scale",),
+    "step35": ("swiglu_clamp_exp",),
+}
+
+
+@pytest.mark.parametrize("architecture", sorted(gguf_modules.ARCHITECTURES))
+def test_so_it_is_where_the_names_are_those_of_the_package(architecture: str, tmp_path: Path) -> None:
+    code = gguf_modules.tiny(architecture)
+    code.outer.save_pretrained(tmp_path / "saved")
+    gguf_modules.write_module_gguf(tmp_path / "tiny.gguf", architecture, code, tmp_path / "saved")
+    header = read_gguf(tmp_path / "tiny.gguf")
+    config_of(header)
+    for change in _EVERYWHERE:
+        name = next(iter(change))
+        if name not in _PLACES.get(architecture, ()):
+            with pytest.raises(UnsupportedModel, match=rf"{name.replace('__', '.')}[^\n]*\.$"):
+                config_of(with_fields(header, **change))
 
 
 @pytest.mark.parametrize(

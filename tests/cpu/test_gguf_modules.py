@@ -41,14 +41,18 @@ BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=96, max_nu
 PROMPTS = [[3 + 7 * n % 101 for n in range(count)] for count in (30, 4, 9)]
 _TEXT = list(range(3, 30))
 _PLAIN = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+_ALTERNATING = ["sliding_attention", "full_attention"] * 6
 # Architectures, and fields of the models of them, that our own code computes.
 NATIVE: dict[str, tuple[str, dict[str, object]]] = {
     "gemma4": ("gemma4", {**_PLAIN, "attention_k_eq_v": True, "final_logit_softcapping": 3.0}),
     "gemma4-dense": ("gemma4", {**_PLAIN, "enable_moe_block": False}),
     "gemma4-layer-inputs": ("gemma4", {}),
+    "gemma4-many-layers": ("gemma4", {**_PLAIN, "num_hidden_layers": 12, "layer_types": _ALTERNATING}),
     "nemotron_h_moe": ("nemotron_h_moe", {}),
     "nemotron_h_moe-latent": ("nemotron_h_moe", {"moe_latent_size": 32}),
+    "nemotron_h_moe-wide-heads": ("nemotron_h_moe", {"head_dim": 32}),
     "glm-dsa": ("glm-dsa", {}),
+    "glm-dsa-shared": ("glm-dsa", {"indexer_types": ["full", "shared", "full", "shared"]}),
     "granitemoe": ("granitemoe", {}),
     "granitehybrid": ("granitehybrid", {"mamba_n_groups": 2}),
     "granitehybrid-dense": (
@@ -138,6 +142,33 @@ def test_our_own_code_gives_the_logits_of_the_model_that_was_written(name: str, 
     with torch.no_grad():
         expected = code.outer(torch.tensor([_TEXT]), use_cache=False).logits[0]  # type: ignore[attr-defined]
     assert (native_logits(load_native(tmp_path)) - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("types", "tells"),
+    [(["full", "shared", "full", "shared"], True), (["full", "full", "full", "shared"], False)],
+    ids=["told", "known by its context"],
+)
+def test_an_indexer_repeated_in_a_layer_that_takes_the_choice_before_it_is_left_out(
+    types: list[str], tells: bool, tmp_path: Path
+) -> None:
+    code = write("glm-dsa", tmp_path, indexer_types=types, max_position_embeddings=2**20)
+    (tmp_path / "more").mkdir()
+
+    def repeat(name: str, tensor: gguf.ReaderTensor) -> object:
+        own, block = list(as_it_is(name, tensor)), int(name.split(".")[1]) if ".indexer." in name else None
+        shared = () if block is None else (n for n in (block + 1,) if types[n : n + 1] == ["shared"])
+        return own + [(name.replace(f"blk.{block}.", f"blk.{n}."), *rest) for n in shared for _, *rest in own]
+
+    copy_gguf(
+        tmp_path / "tiny.gguf",
+        tmp_path / "more" / "tiny.gguf",
+        repeat,  # type: ignore[arg-type]
+        lambda key: tells or not key.endswith("indexer.types"),
+    )
+    with torch.no_grad():
+        expected = code.outer(torch.tensor([_TEXT]), use_cache=False).logits[0]  # type: ignore[attr-defined]
+    assert (native_logits(load_native(tmp_path / "more")) - expected).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", NATIVE)

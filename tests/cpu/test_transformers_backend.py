@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.token_engine import Completion, TokenEngine
 from kernels.specs import Activation
@@ -30,7 +31,7 @@ from tests.support.llm_prompts import (
     in_any_batch,
 )
 from tests.support.tiny_models import save
-from tests.support.tiny_transformers import save_tiny, tiny_config
+from tests.support.tiny_transformers import save_tiny, tiny_config, tiny_model
 from tests.support.transformers_parity import TOLERANCE, Memory, worst_difference
 
 THEIRS = replace(BASE, model_impl="transformers")
@@ -79,6 +80,22 @@ def test_the_memory_stated_before_loading_is_that_of_our_own_code(tmp_path: Path
     ours, theirs = (plan_model(tmp_path, replace(BASE, model_impl=impl)) for impl in ("native", "transformers"))
     assert theirs.weights_bytes == ours.weights_bytes
     assert theirs.kv == ours.kv
+
+
+@pytest.mark.parametrize("model_type", ["dbrx", "longcat_flash"])
+def test_of_a_checkpoint_in_16_bits_projections_and_tables_alone_stay_so_where_transformers_computes_experts(
+    model_type: str, tmp_path: Path
+) -> None:
+    code, plans = tiny_model(model_type), []
+    for dtype in (torch.float32, torch.bfloat16):
+        code.outer.to(dtype).save_pretrained(tmp_path / str(dtype))
+        plans.append(plan_model(tmp_path / str(dtype), THEIRS).weights_bytes)
+    narrow = tmp_path / str(torch.bfloat16)
+    decoder = load_transformers_decoder(narrow, read_transformers_spec(narrow))
+    experts = [p for name, p in decoder._code.outer.named_parameters() if ".experts." in name and p.dim() > 1]
+    assert {weight.dtype for weight in experts} == {torch.float32}
+    kept = sum(m.weight.numel() for m in code.outer.modules() if isinstance(m, nn.Linear | nn.Embedding))
+    assert plans[0] - plans[1] == 2 * kept
 
 
 @pytest.mark.parametrize(

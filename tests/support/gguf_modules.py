@@ -249,6 +249,8 @@ def _nemotron_fields(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_expert_group_count(c.n_group)
     if c.moe_latent_size is not None:
         writer.add_moe_latent_size(c.moe_latent_size)
+    # No layer rotates, and conversion does not look at the width of heads.
+    writer.add_rope_dimension_count(c.hidden_size // c.num_attention_heads)
 
 
 def _nemotron(c: Any, own: str, values: Tensor) -> Mapping[str, Tensor] | None:
@@ -335,6 +337,7 @@ def _glm_dsa_fields(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_indexer_head_count(c.index_n_heads)
     writer.add_indexer_key_length(c.index_head_dim)
     writer.add_indexer_top_k(c.index_topk)
+    writer.add_array("glm-dsa.attention.indexer.types", [kind == "full" for kind in c.indexer_types])
 
 
 def _mistral4_fields(writer: gguf.GGUFWriter, c: Any) -> None:

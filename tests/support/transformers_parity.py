@@ -285,6 +285,8 @@ hit, and compares with the model's own forward (largest difference of logits: {t
   architectures of [gguf](gguf.md). Over them, chunks, the cache, preemptions, drafts, and few slots of experts with
   prefetching change no bit (`tests/cpu/test_transformers_packed_promises.py`), and ranks no token
   (`test_transformers_experts.py`).
+- Text decoders that transformers has as a part of a model alone (`step3p5`, `deepseek_ocr2_text`) are served as that
+  model (`step3p7`, `deepseek_ocr2`).
 - **A GPU** (`--device cuda`) takes models on transformers' code too, with the kernels of our own, where layers keep
   keys, values and states; the others say `a GPU` under *not supported*. Triton's interpreter has computed them, no
   device has. Decode steps are not captured as CUDA graphs, and the checks of `--device auto` do not cover this code.

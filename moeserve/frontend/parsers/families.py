@@ -234,6 +234,7 @@ _CALLS_OF_TYPE = {
     "granitemoe": "granite",
     "qwen3_5_moe": "qwen3-coder",
     "nemotron_h": "qwen3-coder",
+    "step3p5": "qwen3-coder",
     "step3p7": "qwen3-coder",
     "mimo_v2_flash": "mimo",
     "zaya": "zaya",

@@ -8,9 +8,6 @@ from moeserve.model.gguf.header import GgufHeader
 from moeserve.model.gguf.unread import check_unread
 from moeserve.model.spec import UnsupportedModel
 
-# Types of text decoders that transformers has as a part of a model alone, and the type of that.
-_PART_OF = {"deepseek_ocr2_text": "deepseek_ocr2", "step3p5": "step3p7"}
-
 
 def config_of(header: GgufHeader) -> Config:
     """Return `config.json`. Raise CheckpointError, UnsupportedModel for an architecture without a builder."""
@@ -23,7 +20,4 @@ def config_of(header: GgufHeader) -> Config:
         )
     config = {**base_of(fields), **build(fields), **token_ids_of(header)}
     check_unread(fields.architecture, fields.unread(), head_dim(fields), fields.count("context_length"))
-    if (whole := _PART_OF.get(config["model_type"])) is not None:
-        shared = {name: config[name] for name in ("dtype", "tie_word_embeddings")}
-        return {"model_type": whole, "text_config": config, **shared}
     return config

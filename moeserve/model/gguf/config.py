@@ -1,7 +1,8 @@
-"""The configuration of a GGUF model on our own code, as the `config.json` that transformers' classes read. Torch-free.
+"""The configuration of a GGUF model, as the `config.json` that transformers' classes read, where `parts` names the
+tensors. Torch-free.
 
 A builder per architecture, as llama.cpp writes it; the other side of each choice is a branch of
-`moeserve.model.families`. Builders of models on transformers' code: `further`.
+`moeserve.model.families`. Builders of architectures that came later: `further`.
 """
 
 from __future__ import annotations
@@ -361,23 +362,6 @@ def partial_rope_of(fields: Fields) -> Config:
     return {**rope_of(fields), "partial_rotary_factor": factor}
 
 
-def _granitemoe(fields: Fields) -> Config:
-    if fields.count("expert_shared_feed_forward_length", 0):
-        raise UnsupportedModel("GGUF models of Granite with a shared expert are not supported.")
-    if not fields.flag("rope.scaling.finetuned", True):
-        raise UnsupportedModel("GGUF models of Granite without rotary embeddings are not supported.")
-    return {
-        "model_type": "granitemoe",
-        "num_local_experts": fields.count("expert_count"),
-        "num_experts_per_tok": fields.count("expert_used_count"),
-        "intermediate_size": expert_width(fields),
-        "attention_multiplier": fields.number("attention.scale", 0.0) or head_dim(fields) ** -0.5,
-        "embedding_multiplier": fields.number("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": fields.number("residual_scale", 0.0) or 1.0,
-        "logits_scaling": fields.number("logit_scale", 0.0) or 1.0,
-    }
-
-
 def _phimoe(fields: Fields) -> Config:
     return {
         "model_type": "phimoe",
@@ -477,7 +461,6 @@ BUILDERS: Mapping[str, Callable[[Fields], Config]] = {
     "deepseek2": _deepseek2,
     "glm4moe": _glm4moe,
     "bailingmoe2": _bailingmoe2,
-    "granitemoe": _granitemoe,
     "phimoe": _phimoe,
     "ernie4_5-moe": _ernie4_5_moe,
     "dots1": _dots1,

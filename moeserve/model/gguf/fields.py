@@ -53,9 +53,9 @@ class TypedFields:
             self._refuse(name, "whole number")
         return value
 
-    def per_layer(self, name: str) -> list[int]:
-        """Return a whole number or truth value for each layer."""
-        value, count = plain(self[name]), self.count("block_count")
+    def per_layer(self, name: str, num_layers: int | None = None) -> list[int]:
+        """Return a whole number or truth value for each layer. num_layers: None for all layers of the file."""
+        value, count = plain(self[name]), self.count("block_count") if num_layers is None else num_layers
         numbers = value if isinstance(value, list) else [value] * min(count, _MOST_LAYERS)
         if len(numbers) < count or not all(isinstance(number, int) for number in numbers):
             self._refuse(name, "array of whole numbers, one for each layer")

@@ -25,7 +25,7 @@ from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
 from moeserve.model.spec import DecoderSpec, ModelError, Progress, silent
 
 # The version of the files in the folder: raise it when their content changes, and new folders are made.
-_VERSION = 6
+_VERSION = 7
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 

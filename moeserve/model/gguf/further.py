@@ -1,4 +1,5 @@
-"""The configuration of a GGUF model on transformers' code, as the `config.json` that transformers' classes read.
+"""The configuration of a GGUF model, as the `config.json` that transformers' classes read, where the tensors have the
+names of the `gguf` package's table, whichever code computes the model.
 
 A builder per architecture; the other side of each is a row of `moeserve.model.gguf.modules`. Torch-free.
 """
@@ -26,6 +27,7 @@ from moeserve.model.spec import UnsupportedModel
 
 # Values of `expert_gating_func`.
 _UNNAMED, _SOFTMAX, _SIGMOID = 0, 1, 2
+_GLM_5_2_CONTEXT = 2**20  # tokens; that of GLM-5 and 5.1 is shorter
 
 
 def _has(fields: Fields, layer: int, own: str) -> bool:
@@ -285,11 +287,9 @@ def _mimo2(fields: Fields) -> Config:
 def _granitemoe(fields: Fields) -> Config:
     if not fields.flag("rope.scaling.finetuned", True):
         raise _refuse(fields, "without rotary embeddings")
-    return {
-        **_shared_granite(fields),
-        "shared_intermediate_size": fields.count("expert_shared_feed_forward_length"),
-        **granite_scales(fields),
-    }
+    shared = fields.count("expert_shared_feed_forward_length", 0)
+    beside = {"shared_intermediate_size": shared} if shared else {"model_type": "granitemoe"}
+    return {**_shared_granite(fields), **beside, **granite_scales(fields)}
 
 
 def _shared_granite(fields: Fields) -> Config:
@@ -361,11 +361,27 @@ def _glm_dsa(fields: Fields) -> Config:
         "n_group": fields.count("expert_group_count", 1),
         "topk_group": fields.count("expert_group_used_count", 1),
         "mlp_layer_types": _kinds(fields, "ffn_gate_inp.weight", "sparse", "dense"),
-        "indexer_types": _kinds(fields, "indexer.proj.weight", "full", "shared"),
+        "indexer_types": _indexer_types(fields),
         "index_n_heads": fields.count("attention.indexer.head_count"),
         "index_head_dim": fields.count("attention.indexer.key_length"),
         "index_topk": fields.count("attention.indexer.top_k"),
     }
+
+
+def _indexer_types(fields: Fields) -> list[str]:
+    """Return `full` for layers that choose positions themselves, `shared` for those that take the choice before them.
+
+    A file that does not tell has an indexer in the former alone, but for some of GLM-5.2, known by their long context:
+    they repeat indexers in all layers, and llama.cpp takes the layers of the published model.
+    """
+    layers = range(num_layers(fields))
+    if fields.get("attention.indexer.types") is not None:
+        is_full = fields.per_layer("attention.indexer.types", len(layers))
+    else:
+        is_full = [int(_has(fields, layer, "indexer.proj.weight")) for layer in layers]
+        if all(is_full) and fields.count("context_length") >= _GLM_5_2_CONTEXT:
+            is_full = [int(layer < 3 or layer % 4 == 2) for layer in layers]
+    return ["full" if is_full[layer] else "shared" for layer in layers]
 
 
 def _mistral4(fields: Fields) -> Config:
@@ -583,6 +599,7 @@ def _gemma_ropes(fields: Fields) -> Config:
 
 FURTHER: Mapping[str, Callable[[Fields], Config]] = {
     "granitehybrid": _granitehybrid,
+    "granitemoe": _granitemoe,
     "lfm2moe": _lfm2moe,
     "afmoe": _afmoe,
     "hunyuan-moe": _hunyuan_moe,
@@ -604,9 +621,7 @@ FURTHER: Mapping[str, Callable[[Fields], Config]] = {
 
 
 def further_builder(fields: Fields) -> Callable[[Fields], Config] | None:
-    """Return the builder of a model on transformers' code, None for any other model."""
-    if fields.architecture == "granitemoe" and fields.count("expert_shared_feed_forward_length", 0):
-        return _granitemoe
+    """Return the builder of a model whose tensors `modules` finds, None for one of `config.BUILDERS`."""
     if fields.architecture == "mistral3" and fields.text("rope.scaling.type") == "yarn":
         return _mistral3
     return FURTHER.get(fields.architecture)

@@ -105,7 +105,8 @@ ROWS: Mapping[str, Row] = {
         },
         arrangements={"ffn_down_exps.": "stacked_turned"},
     ),
-    "glm-dsa": Row(arrangements=_LATENT),
+    # Layers that take the choice of an earlier one have no use for an indexer of their own.
+    "glm-dsa": Row(arrangements=_LATENT, ignored=r"blk\.\d+\.indexer\.(attn_k|attn_q_b|k_norm|proj)\.(weight|bias)"),
     "mistral4": Row(arrangements=_LATENT),
     "kimi-linear": Row(
         replaced=(("forget_gate.", ""),),

@@ -86,7 +86,7 @@ _EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)\.weight")
 # Tables of rotary embeddings in old files, and layers that predict further tokens.
 _IGNORED = re.compile(r"blk\.\d+\.(nextn\.|attn_rot_embd)")
 # Architectures whose files hold the rotary pairs of queries and keys side by side, where checkpoints hold halves.
-_PAIRED = frozenset(("llama", "granitemoe", "mistral3"))
+_PAIRED = frozenset(("llama", "mistral3"))
 _NORMS_PLUS_ONE = frozenset(("qwen3next", "qwen35", "qwen35moe"))
 # Architectures whose queries, keys and values are one matrix, where checkpoints have three.
 _FUSED = frozenset(("bailingmoe2",))

@@ -45,6 +45,8 @@ _SIGMOIDS = frozenset(("bailingmoe2", "dots1", "glm4moe", "minimax-m2"))
 _NOT_NORMALISED = frozenset(("olmoe", "qwen2moe"))
 # Architectures whose heads' keys and values differ in width, and whose file may count the latent's width instead.
 _LATENT = frozenset(("deepseek2", "glm-dsa", "kimi-linear", "mistral4"))
+# Architectures without rotary embeddings, whose files count rotated channels all the same.
+_UNROTATED = frozenset(("jamba", "nemotron_h_moe"))
 
 
 def check_unread(architecture: str, unread: Mapping[str, Any], head_dim: int, context_length: int) -> None:
@@ -56,8 +58,9 @@ def check_unread(architecture: str, unread: Mapping[str, Any], head_dim: int, co
         **_NEUTRAL,
         **_routing(architecture),
         "attention.scale": (0, head_dim**-0.5),
-        "rope.dimension_count": (head_dim,),
     }
+    if architecture not in _UNROTATED:
+        neutral["rope.dimension_count"] = (head_dim,)
     if architecture not in _LATENT:
         neutral["attention.value_length"] = (head_dim,)
     for name, values in neutral.items():

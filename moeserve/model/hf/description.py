@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -44,8 +44,18 @@ def count_parameters(code: ModellingCode, top_k: int | None) -> ParameterCount:
     return ParameterCount(total, total - experts + chosen, experts)
 
 
+def count_widened(code: ModellingCode, ours: Collection[nn.Module]) -> int:
+    """Count the parameters of experts that are not ours: in memory they are as wide as activations, whatever the
+    checkpoint has."""
+    others = (module for module in code.outer.modules() if module not in ours and num_experts(module))
+    return sum(parameter.numel() for module in others for parameter in module.parameters(recurse=False))
+
+
 def num_experts(module: nn.Module) -> int:
-    """Return the number of experts that a module holds in matrices [experts, rows, columns]; 0 for any other module."""
+    """Return the number of experts that a module holds in matrices [experts, rows, columns], or one below the other;
+    0 for any other module."""
+    if type(module).__name__.endswith("ExpertGLU"):
+        return int(module.moe_num_experts)  # type: ignore[arg-type]
     if not type(module).__name__.endswith("Experts"):
         return 0
     return min((p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3), default=0)

@@ -22,6 +22,10 @@ from moeserve.model.files import read_json
 from moeserve.model.spec import ModelError, UnsupportedModel
 
 _META = torch.device("meta")
+# Types of text decoders that transformers has as a part of a model alone, and the type of that model.
+_PART_OF = {"deepseek_ocr2_text": "deepseek_ocr2", "step3p5": "step3p7"}
+# Fields that a decoder and the model around it have both.
+_OF_BOTH = frozenset(("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"))
 _MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING")
 
 
@@ -55,6 +59,10 @@ def read_hf_config(directory: Path) -> Any:
     check_tree(raw)
     check_counts(raw)
     raw.pop("auto_map", None)
+    if model_type in _PART_OF:
+        whole = _PART_OF[model_type]
+        raw = {"model_type": whole, "text_config": raw, **{name: raw[name] for name in _OF_BOTH & raw.keys()}}
+        model_type = whole
     try:
         return CONFIG_MAPPING[model_type].from_dict(raw)
     except Exception as error:  # Each configuration class has its own validators with their own exception types.

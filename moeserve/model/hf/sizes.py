@@ -53,7 +53,7 @@ class SizedModel:
         experts one token reads.
         """
         moe, weights = self.spec.moe, self.model.weights
-        if moe is None and self.spec.parameters.active != self.spec.parameters.total:
+        if moe is None and self.spec.parameters.active is None:
             return None
         chosen = range(0 if moe is None else moe.gate.top_k)
         read = self.model.num_bytes(dtype, lambda _: chosen, rounding, narrow=narrow)
@@ -65,7 +65,7 @@ class SizedModel:
             keys=self.model.keys,
             rounding=rounding,
         )
-        return read - table
+        return read - table - self.spec.idle_widened * dtype.itemsize
 
 
 def size_model(folder: Path) -> SizedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 
 from kernels.specs import Activation, GateSpec
 from moeserve.model.generation import token_ids
-from moeserve.model.hf.description import count_parameters, kinds_of_layers, layers_of
+from moeserve.model.hf.description import count_parameters, count_widened, kinds_of_layers, layers_of
 from moeserve.model.hf.expert_form import ExpertForm, form_of
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.geometry import Geometry, find_geometry
@@ -38,12 +39,21 @@ class TransformersSpec(ModelSpec):
 
     geometry: the memory that its layers keep for a request. max_position: for a rotary embedding that changes with the
     length of the text, the length up to which it does not change. kinds: (number of layers, kind), as `kinds_of_layers`
-    returns them. parameters: of the text decoder.
+    returns them. parameters: of the text decoder. widened: see `count_widened`.
     """
 
     geometry: Geometry
     kinds: tuple[tuple[int, str], ...]
     parameters: ParameterCount
+    widened: int
+
+    @property
+    def idle_widened(self) -> int:
+        """The parameters in `widened` that one token does not choose; 0 if it is not known how many experts it does."""
+        count = self.parameters
+        if count.active is None or not self.widened:
+            return 0
+        return (count.total - count.active) * self.widened // count.experts
 
     @property
     def kv_layers(self) -> tuple[KvLayerSpec, ...]:
@@ -117,6 +127,7 @@ def _describe(code: ModellingCode, config: Any, quantization: QuantizationSpec |
         bos_token_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
         kinds=kinds_of_layers(code, geometry, top_k),
         parameters=count_parameters(code, top_k),
+        widened=count_widened(code, set(layers.values())),
         quantization=quantization,
     )
 
@@ -170,8 +181,9 @@ def _moe(text: Any, layers: Mapping[int, nn.Module], top_k: int | None) -> MoeSp
 
 def top_k_of(text: Any) -> int | None:
     """Return the number of experts that a token chooses, None if the configuration does not state it."""
-    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"):
-        value = getattr(text, name, None)
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+    for config, name in itertools.product((text, getattr(text, "ffn_config", None)), names):
+        value = getattr(config, name, None)
         if isinstance(value, Sequence):
             value = max(value, default=None)
         if isinstance(value, int) and value > 0:

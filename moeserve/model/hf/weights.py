@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -116,13 +115,14 @@ def num_loaded_bytes(
     *,
     narrow: bool,
     num_owned: Mapping[str, int],
-    keys: Mapping[str, str] = MappingProxyType({}),
+    keys: Mapping[str, str],
     rounding: Rounding = NO_ROUNDING,
 ) -> int:
     """Return the bytes of the loaded weights at `item_size` bytes per number.
 
-    narrow: matrices stored in bfloat16 stay so. num_owned: by module name, the number of its experts that are loaded.
-    keys: of the modules whose matrices `rounding` may quantise; see `keys_of`.
+    narrow: matrices stored in bfloat16 stay so, but for those that modules other than projections, tables and our
+    experts compute with. num_owned: by module name, the number of its experts that are loaded. keys: of the modules
+    whose matrices `rounding` may quantise; see `keys_of`.
     """
     total = 0
     for name, shape in weights.shapes.items():
@@ -135,7 +135,7 @@ def num_loaded_bytes(
         if source is None and name in weights.tied:
             source = weights.sources.get(weights.tied[name])
         # The first dimension of expert tensors counts experts. Biases are never narrow.
-        matrix = len(shape) > (2 if name in weights.expert_sources else 1)
+        matrix = len(shape) > (2 if name in weights.expert_sources else 1) and (module in keys or module in num_owned)
         stays = narrow and matrix and source is not None and weights.is_narrow(source)
         count = prod(shape)
         if module in num_owned:
