@@ -130,7 +130,7 @@ class Asked:
     ticket: KvTicket | None = None  # the blocks are to be fetched from another service; None once that has begun
     cache: CacheWish = NO_WISH
     led: bool = False  # behind each token the request waits until its client lets it go on
-    forks: str = ""  # the id of a led request with whose text it begins, but for the last token
+    forks: str = ""  # the id of a led request with whose text it began, but for the last token
 
 
 NOTHING_ASKED = Asked()
@@ -419,7 +419,7 @@ class StepPlan:
 
     `zeroed_blocks`, and `zeroed_windows` among the window blocks, have a new owner and are cleared before any write.
     `copied_blocks` are (source, target) pairs, one behind the other: before blocks are cleared each target gets the
-    content of its source.
+    content of its source, all at once.
     """
 
     step: int

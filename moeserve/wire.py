@@ -155,7 +155,7 @@ class Generate(Message):
     `offers_kv`: hold the blocks of the prompt for another service. `ticket`: fetch them from another one.
     `predicted`: the answer's text as its client predicts it, as int32 bytes. `reports_progress`: tell how far the
     prompt is (`Prompts`). `led`: behind each token it waits for `Continue`. `forks`: the id of a led request with whose
-    text it begins, but for the last token; it waits until that one goes on.
+    text it began, but for the last token; it waits until that one goes on.
     """
 
     request_id: str

@@ -2,7 +2,8 @@
 
 A led request may fork another one, whose text differs in its last token. It waits until the other one goes on, so that
 one step computes both. The prefix cache shares the full blocks of their common text; a copy of the block behind these
-spares computing its tokens again.
+spares computing its tokens again. When it begins once more, after a preemption or in another life of the engine, both
+texts may have grown, and no block behind the shared ones is equal any more.
 """
 
 from __future__ import annotations
@@ -58,11 +59,9 @@ class LedRequests(Part):
     def begins(self, request: Request, memory: RequestMemory, draft: PlanDraft) -> None:
         self._outside.pop(request.request_id, None)
         forked = self._led.get(request.asked.forks)
-        if forked is None or forked.rank != request.rank or forked.num_output_tokens != request.num_output_tokens:
-            return
-        # A plan names the forked request, so its blocks do not change hands before the copy. One that computes more
-        # than its last token, in another life of the engine for example, has no block yet that is worth a copy.
-        if forked.num_scheduled_tokens == 1:
+        # The step names the forked request, so the block does not change hands before the copy. If that request begins
+        # in this step too, its block may be a copy that is still to be made.
+        if forked is not None and forked.rank == request.rank and draft.continues(forked):
             for source, target in memory.take_over(request, forked):
                 draft.copy(request.rank, source, target)
 

@@ -51,8 +51,12 @@ class PlanDraft:
         self.plans[rank].zeroed_windows.extend(windows)
 
     def copy(self, rank: int, source: int, target: int) -> None:
-        """Have the step copy a block of a rank to another one before it computes."""
+        """Have the step copy a block of a rank to another one before it computes. No source may be another's target."""
         self.plans[rank].copied_blocks.extend((source, target))
+
+    def continues(self, request: Request) -> bool:
+        """Return whether the step computes tokens of a request that ran before it, and not of its prompt."""
+        return request.request_id not in self.prompts and request in self.requests
 
     def add(
         self,

@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
-from itertools import chain, takewhile
+from itertools import chain
 
 from moeserve.plan import Chunk, Request, StateUse, WindowTable
 from moeserve.scheduling.open_prompts import OpenPrompts, ScheduledPrompts
@@ -152,20 +152,21 @@ class RequestMemory:
         return gained
 
     def take_over(self, request: Request, other: Request) -> list[tuple[int, int]]:
-        """Lease a block for the tokens behind the request's shared blocks that `other` has computed, as far as the
-        texts are equal, and count these tokens as computed.
+        """Lease a block for the tokens behind the request's shared blocks that `other` has computed, if both texts are
+        equal up to there, and count these tokens as computed.
 
         Return (source, target) of the block that is to be copied before the request is computed; none if there is no
         such token, if memory is short, or if prefixes need more than KV blocks.
         """
         first = request.num_computed_tokens
         stop = min(other.num_computed_tokens, len(request.token_ids) - 1, first + self.block_size)
-        pairs = zip(request.token_ids[first:stop], other.token_ids[first:stop], strict=True)
-        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if not (num_equal and self.needs_slots_alone and request.namespace == other.namespace):
+        if stop <= first or not self.needs_slots_alone or request.namespace != other.namespace:
+            return []
+        # Keys and values hang on all tokens before them: equal tokens behind different ones have others.
+        if request.token_ids[:stop] != other.token_ids[:stop]:
             return []
         new = self._cache.extend(request.held, 1, sparing=True) or []
-        request.num_computed_tokens += num_equal * len(new)
+        request.num_computed_tokens += (stop - first) * len(new)
         return [(other.held.block_ids[first // self.block_size], block) for block in new]
 
     def foresee(self, request: Request, waiting: Iterable[Request]) -> None:

@@ -1,8 +1,9 @@
 """An executor without tensors that knows what every KV slot must hold.
 
-Instead of keys and values a slot stores the token, position and namespace of the last write. A chunk may be computed
-only if its block table reads back exactly the prefix of its own request, so a block that was freed, shared, rewritten
-or published wrongly is seen in the step that would have read it. The drawn token is a function of the whole prefix.
+Instead of keys and values a slot stores the token and the namespace of the last write, and a digest of all tokens up to
+it, by which keys and values differ behind different prefixes. A chunk may be computed only if its block table reads
+back exactly the prefix of its own request, so a block that was freed, shared, rewritten, copied or published wrongly is
+seen in the step that would have read it. The drawn token is a function of the whole prefix.
 
 Window blocks hold the same cells. Of these a chunk reads back the tokens that its first one still sees.
 
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from zlib import crc32
 
 from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
@@ -36,7 +38,7 @@ from moeserve.thoughts import ThoughtBudget
 from radix_cache import PrefixCache
 from radix_cache.nodes import Node
 
-Cell = tuple[int, int, str]
+Cell = tuple[int, int, str]  # the token, the digest of all tokens up to it, the namespace
 POISON: Cell = (-1, -1, "poison")
 FAILED = -1
 SPOILT = array("i", [-7])
@@ -178,7 +180,9 @@ class KvOracle:
         for record in live:
             for block in record.request.lease.block_ids if record.request.lease else ():
                 num_holders[block] = num_holders.get(block, 0) + 1
-        for source, target in zip(plan.copied_blocks[::2], plan.copied_blocks[1::2], strict=True):
+        sources, targets = plan.copied_blocks[::2], plan.copied_blocks[1::2]
+        assert len({*sources}) + len(targets) == len({*sources, *targets}), "a copy reads or overwrites another one"
+        for source, target in zip(sources, targets, strict=True):
             self.kv[target] = self.kv[source][:]
             self._stale |= {(target, offset) for offset in range(self._size)}
         for block in plan.zeroed_blocks:
@@ -214,16 +218,18 @@ class KvOracle:
     def check_published(self) -> None:
         """Every block in the tree holds what the tree says of it."""
         tree, windows = self._cache.tree, self._cache.windows
-        nodes: list[tuple[Node, int]] = [(root, 0) for root in tree.roots.values()]
-        for node, start in nodes:
-            wanted = _blocks(bytes(node.tokens), start, node.namespace, self._size)
+        # With each node the number and the digest of the tokens before it.
+        nodes: list[tuple[Node, int, int]] = [(root, 0, 0) for root in tree.roots.values()]
+        for node, start, before in nodes:
+            wanted = _blocks(bytes(node.tokens), before, node.namespace, self._size)
             held = [self.kv[block] for block in node.blocks]
             assert held == wanted, f"one of the blocks {node.blocks} was published with wrong contents"
             for block, want in zip(node.blocks, wanted, strict=True):
                 if windows.has(block):
                     (window_block,) = windows.of([block])
                     assert self.window_kv[window_block] == want, f"window block {window_block} has wrong contents"
-            nodes += [(child, start + len(node.blocks) * self._size) for child in node.children.values()]
+            after = wanted[-1][-1][1] if wanted else before
+            nodes += [(child, start + len(node.blocks) * self._size, after) for child in node.children.values()]
             for snapshot in node.snapshots:
                 prefix = array("i", tree.prefix(node))
                 stop = start + snapshot.offset * self._size
@@ -346,14 +352,16 @@ class KvOracle:
         assert held == named, "a block table changed under a plan in flight"
         assert lease.num_published_tokens <= chunk.start, "a published slot would be written"
         namespace = record.request.namespace
-        for position, token in enumerate(chunk.token_ids, chunk.start):
+        place, offset = divmod(chunk.start - 1, self._size)
+        last = self.kv[chunk.block_table[place]][offset] if chunk.start else None
+        cells = _cells(chunk.token_ids, 0 if last is None else last[1], namespace)
+        for position, cell in enumerate([POISON] * len(cells) if is_faulty else cells, chunk.start):
             block = chunk.block_table[position // self._size]
             offset = position % self._size
             assert num_holders[block] == 1, "a slot that another request reads would be written"
             is_free = self.kv[block][offset] is None or (block, offset) in self._stale
             assert is_free, "a slot is written twice, or was not cleared"
             self._stale.discard((block, offset))
-            cell = POISON if is_faulty else _cell(token, position, namespace)
             self.kv[block][offset] = cell
             if chunk.window is not None:
                 block = chunk.window.blocks[position // self._size - chunk.window.first]
@@ -389,7 +397,7 @@ class KvOracle:
             tokens = tokens[: chunk.start] + chunk.token_ids
         if POISON in held and record.request.finished:
             return  # An earlier chunk failed while this one was in flight.
-        want = [(token, position, namespace) for position, token in enumerate(tokens)]
+        want = _cells(tokens, 0, namespace)
         assert held == want, "the block table does not read back the prefix of its request"
         if chunk.window is not None:
             seen = [cell for block in chunk.window.blocks for cell in self.window_kv[block]]
@@ -425,16 +433,28 @@ class KvOracle:
         return result
 
 
+def _digest(before: int, token: int) -> int:
+    """Return the digest of some tokens and one behind them. before: the digest of these; 0 for none."""
+    return (before * 1_000_003 + token + 1) % (2**61 - 1)
+
+
 @lru_cache(maxsize=1 << 16)
-def _cell(token: int, position: int, namespace: str) -> Cell:
+def _cell(token: int, digest: int, namespace: str) -> Cell:
     """Return equal cells as one object: these are compared at once."""
-    return token, position, namespace
+    return token, digest, namespace
+
+
+def _cells(tokens: array[int], before: int, namespace: str) -> list[Cell]:
+    """Return the cells of tokens behind others with a digest."""
+    digests = accumulate(tokens, _digest, initial=before)
+    next(digests)
+    return [_cell(token, digest, namespace) for token, digest in zip(tokens, digests, strict=True)]
 
 
 @lru_cache(maxsize=1 << 12)
-def _blocks(tokens: bytes, start: int, namespace: str, size: int) -> list[list[Cell]]:
-    """Return the contents of the blocks of a run whose int32 tokens begin at a position."""
-    cells = [_cell(token, position, namespace) for position, token in enumerate(array("i", tokens), start)]
+def _blocks(tokens: bytes, before: int, namespace: str, size: int) -> list[list[Cell]]:
+    """Return the contents of the blocks of a run. tokens: as int32. before: the digest of the tokens before the run."""
+    cells = _cells(array("i", tokens), before, namespace)
     return [cells[first : first + size] for first in range(0, len(cells), size)]
 
 

@@ -101,6 +101,7 @@ class Simulation:
         office: TicketOffice | None = None,
         kv_read_s: dict[bool, float] | None = None,
         in_turns: bool = False,
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
         num_slots = 0 if states is None else states.num_slots
         rows = None if states is None else range(num_slots, num_slots + num_snapshots)
@@ -117,7 +118,7 @@ class Simulation:
             for _ in range(num_ranks)
         ]
         self.oracles = [
-            KvOracle(cache, VOCAB_SIZE, run_ahead=run_ahead, num_slots=num_slots, most_drafts=most_drafts)
+            KvOracle(cache, vocab_size, run_ahead=run_ahead, num_slots=num_slots, most_drafts=most_drafts)
             for cache in self.caches
         ]
         self.cache, self.oracle = self.caches[0], self.oracles[0]
@@ -145,6 +146,7 @@ class Simulation:
             parts=parts,
         )
         self._parts = parts
+        self.vocab_size = vocab_size
         self._budget = budget
         self._max_num_seqs = max_num_seqs
         self._depth, self._in_turns = depth, in_turns
@@ -235,7 +237,7 @@ class Simulation:
         self.scheduler.check_idle()
         self._check_memory()
         for record in self.records.values():
-            tokens, reason = undisturbed(record.prompt, record.sampling, VOCAB_SIZE, record.budget, record.earlier)
+            tokens, reason = undisturbed(record.prompt, record.sampling, self.vocab_size, record.budget, record.earlier)
             assert record.finish_reason is not None
             assert record.request.num_cached_tokens < len(record.prompt)
             assert record.output == tokens[: len(record.output)]
