@@ -49,7 +49,7 @@ def check(ctx: click.Context, /, model: str | None, **flags: Any) -> None:
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
     if model is not None:
-        ctx.invoke(doctor, model=model, device=flags["device"], expert_parallel_size=flags["expert_parallel_size"])
+        ctx.invoke(doctor, model=model, **flags)
         click.echo()
     code = _report(_alone(), 0, "")
     if num_wanted > 1:

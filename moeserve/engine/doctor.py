@@ -394,7 +394,7 @@ def _shared_by(spec: DecoderSpec, num_gpus: int, config: ServeConfig) -> Iterato
     """Yield the settings by which all of several GPUs share a model, each way alone."""
     if num_gpus == 1:
         return
-    if spec.moe is not None and num_gpus <= spec.moe.num_experts:
+    if spec.moe is not None and not spec.moe.num_experts % num_gpus:
         yield replace(config, expert_parallel_size=num_gpus)
     if num_gpus <= spec.num_layers:
         yield replace(config, pipeline_parallel_size=num_gpus)
@@ -410,6 +410,7 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig, host_bytes: in
         return Setup("cuda", flags, f"--device cuda: {obstacle}.")
     try:
         check_expert_store(config, model.spec, "cuda")
+        equal_placement(model.spec, config)
         spec, others, experts, resident = max(_gpu_parts(model, dtype, config), key=lambda part: part[1] + part[2])
         _check_kernels(model, dtype, kv_dtype, gpu, config)
     except (ConfigError, ModelError) as error:

@@ -133,11 +133,11 @@ def ways_of(model: ModelCosts, num_ranks: int) -> Iterator[Way]:
     """Yield the ways in which this many ranks can share a model."""
     for size in range(1, num_ranks + 1):
         experts, left = divmod(num_ranks, size)
-        if left or 1 < experts > model.num_experts:
+        if left or (experts > 1 and (not model.num_experts or model.num_experts % experts)):
             continue
         if size <= model.num_layers:
             yield Way(size, experts)
-        if size > 1 and size in model.shard_counts:
+        if size > 1 and size in model.shard_counts and not model.num_experts % num_ranks:
             yield Way(1, experts, size)
 
 

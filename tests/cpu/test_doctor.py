@@ -529,6 +529,20 @@ def test_cards_are_named_by_their_memory_and_ways_to_share_a_model_are_compared(
     assert "No service of several GPUs has run yet." in said
 
 
+def test_gpus_that_cannot_share_the_experts_equally_are_not_told_to(qwen3: Path) -> None:
+    said = ask(qwen3, "--gpus", "3x24GB").output
+    assert "--expert-parallel-size 3" not in said
+    said = ask(qwen3, "--gpus", "3x24GB", "--device", "cuda", "--expert-parallel-size", "3").output
+    assert "128 experts cannot be shared equally among 3 ranks" in said
+
+
+def test_a_dense_model_has_no_experts_to_share(tmp_path: Path, machine: None) -> None:
+    save("llama", tmp_path)
+    for flags in ((), ("--tensor-parallel-size", "2")):
+        said = ask(tmp_path, "--device", "cpu", "--expert-parallel-size", "2", *flags).output
+        assert "--expert-parallel-size 2: a llama model has no experts to share" in said
+
+
 def test_ranks_that_share_layers_or_each_layer_are_planned_on_a_cpu(qwen3: Path) -> None:
     for flags in (
         ("--pipeline-parallel-size", "2"),

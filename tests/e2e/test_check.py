@@ -34,6 +34,17 @@ def test_a_fault_is_told_and_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -
     assert (result.exit_code, "RuntimeError: no kernel" in result.output) == (1, True)
 
 
+@pytest.mark.parametrize("way", ["pipeline", "tensor"])
+def test_a_model_is_planned_as_its_ranks_are_to_share_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(checking, "_alone", list)
+    monkeypatch.setattr(checking.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+    flags = ["--device", "cpu", f"--{way}-parallel-size", "2"]
+    said = CliRunner().invoke(main, ["check", str(model), *flags]).output
+    assert f"moeserve serve MODEL --{way}-parallel-size 2: fits" in said[: said.index("checks passed")]
+
+
 def test_one_command_plans_a_model_over_two_ranks_and_checks_what_they_send_each_other(model: Path) -> None:
     flags = ["--device", "cpu", "--expert-parallel-size", "2"]
     done = subprocess.run(

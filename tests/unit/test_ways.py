@@ -68,6 +68,13 @@ def test_all_ways_use_all_ranks_and_none_cuts_what_cannot_be_cut() -> None:
     assert list(ways_of(DENSE, 1)) == [Way()]
 
 
+def test_ranks_that_cannot_have_equally_many_experts_do_not_share_them() -> None:
+    assert set(ways_of(replace(MIXTURE, shard_counts=(2, 4)), 3)) == {Way(stages=3)}
+    # Four experts are on two ranks, and not on the eight of four groups.
+    few = replace(MIXTURE, num_experts=4, shard_counts=(2, 4))
+    assert set(ways_of(few, 8)) == {Way(stages=8), Way(stages=4, experts=2), Way(stages=2, experts=4)}
+
+
 def test_heads_of_keys_and_values_are_not_cut() -> None:
     assert [Way(shards=count).kv_bytes(MIXTURE) for count in (2, 4, 8)] == [48 * 1024, 24 * 1024, 24 * 1024]
     assert Way(stages=4).kv_bytes(MIXTURE) == 24 * 1024

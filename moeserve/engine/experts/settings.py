@@ -28,11 +28,8 @@ def check_experts(config: ServeConfig) -> None:
 def plan_placement(directory: Path, spec: ModelSpec, config: ServeConfig) -> Placement:
     """Choose the placement on rank 0, before any rank loads. Raise ConfigError, one sentence, if there is none."""
     num_ranks = config.expert_parallel_size * config.tensor_parallel_size
-    if spec.moe is None:
-        raise ConfigError(
-            f"--expert-parallel-size {num_ranks}: a {spec.model_type} model has no experts to share that moeserve "
-            "computes itself."
-        )
+    _check_has_experts(spec, config)
+    assert spec.moe is not None
     try:
         return choose_placement(
             config.placement,
@@ -53,12 +50,22 @@ def equal_placement(spec: ModelSpec, config: ServeConfig) -> Placement | None:
     Raise ConfigError if they cannot be shared equally.
     """
     num_ranks = config.expert_parallel_size * config.tensor_parallel_size
+    if config.expert_parallel_size > 1:
+        _check_has_experts(spec, config)
     if num_ranks == 1 or spec.moe is None:
         return None
     try:
         return contiguous(len(spec.moe_layers), spec.moe.num_experts, num_ranks)
     except PlacementError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_has_experts(spec: ModelSpec, config: ServeConfig) -> None:
+    if spec.moe is None:
+        raise ConfigError(
+            f"--expert-parallel-size {config.expert_parallel_size}: a {spec.model_type} model has no experts to share "
+            "that moeserve computes itself."
+        )
 
 
 def read_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics | None:
