@@ -120,7 +120,7 @@ def check_shares(folder: Path, config: ServeConfig) -> None:
         spec = build_spec(load_model_config(folder))
     except ModelError:
         return  # of a type on transformers' code, or one that is refused once it is loaded
-    counts = layers_of_ranks(config, [1] * spec.num_layers)
+    counts = layers_of_ranks(config, [1] * spec.num_layers, spec.joined_layers)
     if config.expert_parallel_size > 1:
         plan_placement(folder, spec, config)
     try:
@@ -147,11 +147,9 @@ def check_nodes(config: ServeConfig) -> None:
             "or --tensor-parallel-size."
         )
     if config.num_ranks % config.nnodes:
-        way = "expert" if config.pipeline_parallel_size == 1 else "pipeline"
-        way = "tensor" if config.tensor_parallel_size > 1 else way
-        raise ConfigError(
-            f"--{way}-parallel-size {config.num_ranks} cannot be shared equally by {config.nnodes} nodes."
-        )
+        sizes = {way: getattr(config, f"{way}_parallel_size") for way in ("pipeline", "expert", "tensor")}
+        given = " ".join(f"--{way}-parallel-size {size}" for way, size in sizes.items() if size > 1)
+        raise ConfigError(f"{given}: {config.num_ranks} ranks cannot be shared equally by {config.nnodes} nodes.")
     if config.node_rank >= config.nnodes:
         raise ConfigError(f"--node-rank {config.node_rank}: {config.nnodes} nodes count from 0 to {config.nnodes - 1}.")
     host, _, port = (config.rdzv_endpoint or "").rpartition(":")

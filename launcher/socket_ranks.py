@@ -11,8 +11,10 @@ from pathlib import Path
 
 from launcher.preflight import check_settings
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.engine.ranks.settings import layers_of_ranks
 from moeserve.model.families import build_spec, is_native, load_config, read_config
 from moeserve.model.spec import ModelError
+from moeserve.model.stages import Stage
 
 
 def rank_per_node(config: ServeConfig, folder: Path, num_nodes: int) -> ServeConfig:
@@ -28,6 +30,9 @@ def rank_per_node(config: ServeConfig, folder: Path, num_nodes: int) -> ServeCon
         check_settings(shared)
         if not is_native(read_config(folder), config.model_impl):
             return config
-        return shared if build_spec(load_config(folder)).num_layers >= num_nodes else config
+        spec = build_spec(load_config(folder))
+        spec.of_layers(Stage(0, spec.num_layers, spec.num_layers))
+        layers_of_ranks(shared, [1] * spec.num_layers, spec.joined_layers)
+        return shared
     except (ConfigError, ModelError):
         return config

@@ -29,7 +29,7 @@ from moeserve.device import (
 from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.engine.experts.settings import plan_placement, read_statistics
 from moeserve.engine.kv.disk.files import AUTO
-from moeserve.engine.ranks.settings import layers_of_ranks
+from moeserve.engine.ranks.settings import check_first_node, layers_of_ranks
 from moeserve.model.checkpoint import OwnedExperts, WeightPlan, find_mtp, plan_weights, read_index
 from moeserve.model.demo import demo_named
 from moeserve.model.expert_store import layouts_of, native_layouts
@@ -221,7 +221,7 @@ def layers_on_gpus(spec: DecoderSpec, index: Mapping[str, TensorInfo], config: S
     """Split the layers over GPUs, by their bytes in the checkpoint or as the settings say. Raise ConfigError."""
     whole = plan_weights(spec, index)
     sizes = [whole.of_stage(stage, spec).num_bytes for stage in stages_of([1] * spec.num_layers)]
-    layers = layers_of_ranks(config, sizes)
+    layers = layers_of_ranks(config, sizes, spec.joined_layers)
     if not all(spec.of_layers(stage).kv_layers for stage in stages_of(layers)):
         raise ConfigError("--pipeline-parallel-size: on GPUs every rank needs a layer with attention.")
     return layers
@@ -272,7 +272,7 @@ def _plan_pipeline(
     """Split the layers over ranks, and divide the memory of this machine, the first node, between the stages on it."""
     sizes = stage_bytes(spec, dtype, index, stages_of([1] * spec.num_layers), rounding)
     # The first size has the embedding, the last one the output projection.
-    layers = layers_of_ranks(config, sizes)
+    layers = layers_of_ranks(config, sizes, spec.joined_layers)
     shards, width = config.tensor_parallel_size, config.num_ranks // config.pipeline_parallel_size
     num_here = config.num_ranks_here // width
     here, whole = (Stage(0, end, spec.num_layers) for end in (sum(layers[:num_here]), spec.num_layers))
@@ -282,11 +282,12 @@ def _plan_pipeline(
         for place, owned in enumerate(owned_by)
     ]
     num_bytes, of_all = (sum(sizes) for sizes in zip(*of_places, strict=True))
-    of_node = config
-    if config.kv_cache_memory is not None:
-        of_node = replace(config, kv_cache_memory=config.kv_cache_memory * num_here)
+    # Of all ranks at one place of their stages.
+    settings = {name: getattr(config, name) for name in ("kv_cache_memory", "state_cache_memory")}
+    of_node = replace(config, **{name: size * num_here for name, size in settings.items() if size is not None})
     # All ranks have as many blocks: as many as those with the most heads have room for.
     part = sharded(spec.of_layers(here), Shard(shards - 1, shards))
+    check_first_node(part, spec)
     plan = share_memory(part, dtype, num_bytes, of_node, free_bytes, placement, rounding=rounding, num_ranks=width)
     stored_bytes = sum(info.num_bytes for info in index.values())
     forgets_files = num_bytes + stored_bytes > free_bytes

@@ -151,6 +151,11 @@ class DecoderSpec(ModelSpec):
         return bool(self.shared_choices) and self.shared_choices[layer]
 
     @property
+    def joined_layers(self) -> list[int]:
+        """The layers that need the one before on the same rank."""
+        return [layer for layer in range(self.num_layers) if self.shares_choice(layer)]
+
+    @property
     def gpu_obstacle(self) -> str | None:
         """Why no GPU serves the model, in a sentence; None if one does."""
         is_indexed = isinstance(self.attention, MlaSpec) and self.attention.indexer is not None

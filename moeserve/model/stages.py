@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -33,11 +33,11 @@ def stages_of(counts: Sequence[int]) -> list[Stage]:
     return [Stage(end - count, end, ends[-1]) for count, end in zip(counts, ends, strict=True)]
 
 
-def split_layers(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+def split_layers(sizes: Sequence[int], num_ranks: int, joined: Collection[int] = ()) -> tuple[int, ...]:
     """Return how many layers each rank holds so that the largest stage is as small as possible.
 
-    sizes: by layer, of which there are at least `num_ranks`. Of equally good splits the one with fewer layers on later
-    ranks is returned.
+    sizes: by layer. joined: the layers that stay with the one before; there are at least `num_ranks` others. Of equally
+    good splits the one with fewer layers on later ranks is returned.
     """
     num_layers, sums = len(sizes), [0, *accumulate(sizes)]
     # least[end]: the size of the largest of the stages so far, which hold the layers before `end`.
@@ -46,7 +46,7 @@ def split_layers(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     for rank in range(num_ranks):
         following, chosen = [inf] * (num_layers + 1), [0] * (num_layers + 1)
         for end in range(rank + 1, num_layers - (num_ranks - 1 - rank) + 1):
-            for first in range(rank, end):
+            for first in (layer for layer in range(rank, end) if layer not in joined):
                 largest = max(least[first], sums[end] - sums[first])
                 if largest <= following[end]:
                     following[end], chosen[end] = largest, first

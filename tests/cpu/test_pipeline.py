@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.token_engine import Completion, TokenEngine
 from benchmarks.ways import MODELS
+from moeserve.config import ConfigError
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import check_stage, plan_model, read_spec, stage_bytes, weights_bytes
 from moeserve.engine.ranks.settings import layers_of_ranks
@@ -27,7 +28,7 @@ from moeserve.plan import Chunk, SamplingParams, StepPlan
 from tests.support.llm_prompts import BASE, GREEDY, PROMPTS, SAMPLINGS, assert_same, assert_same_cold_and_cached
 from tests.support.model_searches import searched
 from tests.support.staged_engine import StagedEngine
-from tests.support.tiny_models import CASES, save
+from tests.support.tiny_models import CASES, build, save
 
 TWO = replace(BASE, pipeline_parallel_size=2)
 # Stages with attention alone and with recurrent layers alone; a layer each.
@@ -166,6 +167,34 @@ def test_a_stage_that_does_not_fit_into_the_memory_of_its_own_machine_is_refused
     spec, dtype = read_spec(model_dir, config)
     parts = stage_bytes(spec, dtype, read_index(model_dir), whole)
     assert sum(parts) == plan.weights_bytes + spec.hidden_size * dtype.itemsize
+
+
+def test_layers_that_share_a_choice_of_positions_are_on_one_rank(tmp_path: Path) -> None:
+    kinds = ["full", "shared", "shared", "shared", "full"]
+    model = build("glm_moe_dsa", num_hidden_layers=5, indexer_types=kinds, mlp_layer_types=["sparse"] * 5)
+    model.save_pretrained(tmp_path)
+    assert plan_model(tmp_path, TWO).layers == (4, 1)
+    with pytest.raises(ConfigError, match="3 is more than the 2 parts of the layers that ranks can share"):
+        plan_model(tmp_path, replace(TWO, pipeline_parallel_size=3))
+
+
+def test_node_0_needs_a_layer_of_each_kind_by_which_it_divides_memory(tmp_path: Path) -> None:
+    save("qwen3_next-recurrent-end", tmp_path)
+    config = replace(TWO, nnodes=2, layers_per_rank="1,3")
+    with pytest.raises(ConfigError, match=r"node 0, 1, .* attention and one with recurrent states"):
+        plan_model(tmp_path, config)
+    # A recurrent layer, and then one with attention.
+    save("qwen3_5_text", tmp_path)
+    with pytest.raises(ConfigError, match=r"node 0, 1, .* attention and one with recurrent states"):
+        plan_model(tmp_path, config)
+    assert plan_model(tmp_path, replace(config, layers_per_rank="2,2")).kv.num_state_rows > 0
+
+
+def test_memory_for_snapshots_is_that_of_each_rank(tmp_path: Path) -> None:
+    save("qwen3_5_text", tmp_path)
+    one, two = (plan_model(tmp_path, replace(config, state_cache_memory=2**20)).kv for config in (BASE, TWO))
+    # Half of each state is on each rank.
+    assert two.num_snapshots // 2 == one.num_snapshots > 0
 
 
 def test_two_ranks_hold_little_more_than_half_of_qwen3_30b_a3b_each(tmp_path: Path) -> None:

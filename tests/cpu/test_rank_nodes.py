@@ -255,7 +255,11 @@ def test_settings_of_several_nodes_that_do_not_fit_are_refused(tmp_path: Path) -
     check_nodes(replace(good, node_rank=0))
     check_nodes(ServeConfig())
     for changes, sentence in (
-        ({"expert_parallel_size": 3}, "--expert-parallel-size 3 .* 2 nodes"),
+        ({"expert_parallel_size": 3}, "^--expert-parallel-size 3: 3 ranks .* 2 nodes"),
+        (
+            {"expert_parallel_size": 3, "tensor_parallel_size": 3},
+            "^--expert-parallel-size 3 --tensor-parallel-size 3: 9 ranks cannot be shared equally by 2 nodes",
+        ),
         ({"expert_parallel_size": 1}, "--nnodes 2 needs"),
         ({"node_rank": 2}, "--node-rank 2"),
         ({"rdzv_endpoint": None}, "--rdzv-endpoint HOST:PORT"),

@@ -73,6 +73,16 @@ def test_a_model_whose_layers_cannot_be_shared_has_one_rank(model: Path) -> None
     assert rank_per_node(config, model / "absent", 2) is config
 
 
+def test_a_model_with_inputs_of_each_layer_has_one_rank(model: Path) -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 5}
+    gemma = LLAMA | kinds | {"model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 16}
+    config, path = ServeConfig(), model / "config.json"
+    path.write_text(json.dumps(gemma | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 99}))
+    assert rank_per_node(config, model, 2) is config
+    path.write_text(json.dumps(gemma | {"hidden_size_per_layer_input": 0}))
+    assert rank_per_node(config, model, 2).pipeline_parallel_size == 2
+
+
 def test_nodes_without_cores_for_this_process_do_not_count(tmp_path: Path) -> None:
     usable = sorted(os.sched_getaffinity(0))
     for number, cores in enumerate((",".join(map(str, usable)), "9998-9999", "")):

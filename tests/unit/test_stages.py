@@ -37,6 +37,19 @@ def test_equal_layers_are_shared_equally_and_the_odd_one_is_on_an_early_rank() -
     assert split_layers([7] * 5, 3) == (2, 2, 1)
 
 
+def test_a_layer_that_needs_the_one_before_is_on_the_same_rank() -> None:
+    assert split_layers([1] * 6, 3, joined=(1, 3, 5)) == (2, 2, 2)
+    assert split_layers([1, 1, 1, 1, 9, 9], 2, joined=(5,)) == (4, 2)
+    random = Random(2)
+    for _ in range(100):
+        sizes = [random.choice((0, 1, 3, 10, 50)) for _ in range(random.randint(2, 9))]
+        joined = set(random.sample(range(1, len(sizes)), random.randint(0, len(sizes) - 1)))
+        num_ranks = random.randint(1, len(sizes) - len(joined))
+        stages = stages_of(split_layers(sizes, num_ranks, joined))
+        assert len(stages) == num_ranks
+        assert not joined & {stage.first for stage in stages}
+
+
 def test_a_large_output_projection_takes_layers_off_the_last_rank() -> None:
     assert split_layers([10] * 7 + [30], 2) == (5, 3)
 
@@ -69,8 +82,10 @@ def test_what_is_no_list_of_numbers_is_refused(layers: str) -> None:
 
 
 def test_more_ranks_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 2 .* 1 layers"):
+    with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 2 .* 1 layers of the model"):
         layers_of_ranks(pipeline(), [1])
+    with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 2 .* 1 parts of the layers that ranks can share"):
+        layers_of_ranks(pipeline(), [1, 1], joined=[1])
 
 
 @pytest.mark.parametrize(

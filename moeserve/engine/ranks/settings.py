@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.model.spec import DecoderSpec
 from moeserve.model.stages import split_layers
 from moeserve.settings.drafts import parse_speculative
 from moeserve.settings.layers import parse_layers
@@ -69,16 +70,27 @@ def check_pipeline(config: ServeConfig) -> None:
         )
 
 
-def layers_of_ranks(config: ServeConfig, sizes: Sequence[int]) -> tuple[int, ...]:
+def check_first_node(part: DecoderSpec, whole: DecoderSpec) -> None:
+    """Raise ConfigError unless `part`, the layers of node 0, tells how to divide memory between what `whole` needs."""
+    if not part.kv_layers or bool(part.state_layers) != bool(whole.state_layers):
+        needed = "one with attention" + (" and one with recurrent states" if whole.state_layers else "")
+        raise ConfigError(
+            f"--pipeline-parallel-size: of the layers on node 0, {part.num_layers}, there has to be {needed}: choose "
+            "other --layers-per-rank."
+        )
+
+
+def layers_of_ranks(config: ServeConfig, sizes: Sequence[int], joined: Collection[int] = ()) -> tuple[int, ...]:
     """Return how many layers each rank holds: as the settings say, else by their `sizes`. See `split_layers`.
 
     Raise ConfigError if the settings do not fit the number of layers.
     """
-    num_ranks, num_layers = config.pipeline_parallel_size, len(sizes)
-    if num_ranks > num_layers:
-        raise ConfigError(f"--pipeline-parallel-size {num_ranks} is more than the {num_layers} layers of the model.")
+    num_ranks, num_layers, num_firsts = config.pipeline_parallel_size, len(sizes), len(sizes) - len(joined)
+    if num_ranks > num_firsts:
+        parts = f"{num_firsts} parts of the layers that ranks can share" if joined else f"{num_layers} layers"
+        raise ConfigError(f"--pipeline-parallel-size {num_ranks} is more than the {parts} of the model.")
     if config.layers_per_rank is None:
-        return split_layers(sizes, num_ranks)
+        return split_layers(sizes, num_ranks, joined)
     counts = parse_layers(config.layers_per_rank)
     if len(counts) != num_ranks or sum(counts) != num_layers:
         raise ConfigError(
