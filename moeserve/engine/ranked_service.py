@@ -264,7 +264,8 @@ def _serve_with_others(
     recorded = None
     if recording is not None:
         windows = () if rebalancing is None else (rebalancing.window,)
-        recorded = ExpertRecording(recording, lambda: group.experts.placement, windows)
+        num_shards = config.tensor_parallel_size
+        recorded = ExpertRecording(recording, lambda: group.experts.placement, windows, num_shards)
     sources = ExpertSources(
         placement=lambda: group.experts.placement,
         placement_version=lambda: migrator.version,

@@ -358,8 +358,7 @@ def _monitor(
 ) -> ExpertMonitor | None:
     if spec.moe is None:
         return None
-    num_ranks = context.config.expert_parallel_size
-    facts = ExpertFacts(spec.moe_layers, spec.moe.num_experts, spec.moe.gate.top_k, num_ranks)
+    facts = ExpertFacts(spec.moe_layers, spec.moe.num_experts, spec.moe.gate.top_k)
     return ExpertMonitor(facts, recording, sources, Path(context.run_dir))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
@@ -47,8 +47,8 @@ class Ranks:
         return Computed(StepResult(plan.step, []))
 
 
-def executor_of(ranks: Ranks) -> JointExecutor:
-    return JointExecutor(ranks, cast("RankHub", ranks), [], timeout=0.2, num_entered=lambda: 7)
+def executor_of(ranks: Ranks, *listeners: Callable[[object], None]) -> JointExecutor:
+    return JointExecutor(ranks, cast("RankHub", ranks), listeners, timeout=0.2, num_entered=lambda: 7)
 
 
 def plan(step: int) -> StepPlan:
@@ -61,6 +61,15 @@ def test_all_ranks_get_the_plan_and_the_result_is_that_of_rank_0() -> None:
     assert executor.launch([plan(0)]).result() == [StepResult(0, [])]
     executor.close()
     assert ranks.sent == [plan(0), Shutdown()]
+
+
+def test_what_other_ranks_say_is_heard_while_steps_follow_each_other() -> None:
+    heard: list[object] = []
+    ranks = Ranks([RankBeat(1, 7), RankBeat(2, 7)])
+    executor = executor_of(ranks, heard.append)
+    for step in range(2):
+        executor.launch([plan(step)]).result()
+    assert heard == [RankBeat(1, 7), RankBeat(2, 7)]
 
 
 def test_the_rank_that_is_behind_the_others_is_named() -> None:

@@ -56,6 +56,7 @@ def test_ranks_that_share_each_layer_give_the_answers_of_one_rank_and_end_cleanl
         with ThreadPoolExecutor(5) as pool:
             assert [choices for choices, _ in pool.map(lambda body: ask(two, body), asked)] == alone
         assert [ask(two, asked[0])[1] > 0 for _ in range(2)][-1]
+        assert two.http.get("/server_info").json()["tp_size"] == 2
         two.process.send_signal(signal.SIGTERM)
         assert two.end() == 0
         assert two.leaves_nothing()

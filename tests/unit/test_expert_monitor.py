@@ -27,7 +27,7 @@ from moeserve.engine.file_writer import FileJob
 from moeserve.frontend.metrics import feature_metrics
 from moeserve.wire import FeatureSamples
 
-FACTS = ExpertFacts((1, 2), 4, 1, 2)
+FACTS = ExpertFacts((1, 2), 4, 1)
 IDS = np.array([[[0], [1], [1], [2]], [[3], [3], [3], [3]]], np.int16)
 PLACEMENT = contiguous(2, 4, 2)
 
@@ -87,7 +87,13 @@ def test_the_description_of_two_ranks(tmp_path: Path):
 
 def test_the_description_without_recording_and_with_one_rank(tmp_path: Path):
     described = monitor(tmp_path, None, None).command("experts", {})
-    assert described == {"layers": [1, 2], "num_experts": 4, "top_k": 1, "num_ranks": 2}
+    assert described == {"layers": [1, 2], "num_experts": 4, "top_k": 1, "num_ranks": 1}
+
+
+def test_the_description_counts_the_ranks_that_the_placement_names(tmp_path: Path):
+    # Four ranks, as two groups of two that share each layer.
+    described = monitor(tmp_path, None, contiguous(2, 4, 4)).command("experts", {})
+    assert (described["num_ranks"], described["placement"]["ranks"]) == (4, [[[0], [1], [2], [3]]] * 2)
 
 
 def test_statistics_asked_for_are_saved_by_a_file_job(tmp_path: Path):

@@ -165,6 +165,18 @@ def test_rows_are_counted_by_the_placement_with_which_their_step_began():
     assert recording.remote_ranks.num_rows == 5
 
 
+def test_the_rows_of_ranks_that_compute_a_plan_together_are_at_home_on_the_first_of_them():
+    known, placement = RecordingPlan(SHAPE, RoutingStatistics(SPEC), "key"), contiguous(LAYERS, EXPERTS, 6)
+    recording = ExpertRecording(known, lambda: placement, num_shards=3)
+    # The second of two groups: its first rank, 3, has expert 3.
+    plans = [StepPlan(1, []), StepPlan(1, [chunk([4], draws=True)])]
+    ids = np.tile(np.array([3, 0], np.int16), (LAYERS, 1, 1))
+    recording.begin(plans)
+    recording.end(plans, [StepResult(1, [], b""), StepResult(1, [ChunkResult(3)], as_heard(ids, [0]))])
+    recording.gather()
+    assert (recording.remote_ranks.num_sent, recording.remote_ranks.num_rows) == (LAYERS, LAYERS)
+
+
 class Hearing:
     """A listener that keeps the tokens it hears."""
 

@@ -39,7 +39,6 @@ class ExpertFacts:
     layers: tuple[int, ...]
     num_experts: int
     top_k: int
-    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ class ExpertMonitor:
             "layers": list(facts.layers),
             "num_experts": facts.num_experts,
             "top_k": facts.top_k,
-            "num_ranks": facts.num_ranks,
+            "num_ranks": 1 if placement is None else placement.num_ranks,
         }
         if placement is not None:
             described["placement"] = {

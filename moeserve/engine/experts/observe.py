@@ -93,15 +93,17 @@ class ExpertRecording(RanksObserver):
         plan: RecordingPlan,
         placement: Callable[[], Placement | None] = lambda: None,
         listeners: Sequence[RoutingListener] = (),
+        num_shards: int = 1,
     ) -> None:
         """placement: called in every step, returns None on a single rank. listeners: receive every step after the
-        recorder, some steps late."""
+        recorder, some steps late. num_shards: the neighbouring ranks that compute a plan; the first has its rows."""
         self.shape, self.key, self.path, self.trace_path = plan.shape, plan.key, plan.path, plan.trace_path
         self.recorder = RoutingRecorder(plan.known)
         self.remote_ranks = RemoteRanks()
         self.trace: TraceRecorder | None = None
         self._placement = placement
         self._listeners: tuple[RoutingListener, ...] = (self.recorder, *listeners)
+        self._num_shards = num_shards
         # By the number of a step in flight.
         self._placements: dict[int, Placement | None] = {}
         self._pending: list[_UncountedStep] = []
@@ -221,7 +223,7 @@ class ExpertRecording(RanksObserver):
         ids = unpack(bytes(step.routing), self.shape, len(token_ids), logit_rows)
         if sum(step.num_kept) < len(token_ids):
             ids, token_ids = _without_wrong_drafts(step, ids, token_ids)
-        self.add(rank, ids, token_ids, step.placement)
+        self.add(rank * self._num_shards, ids, token_ids, step.placement)
         if self.trace is not None:
             requests = [chunk.request_id for chunk in plan.chunks]
             self.trace.add(ids, token_ids, list(zip(requests, step.num_kept, strict=True)))

@@ -51,9 +51,7 @@ class JointExecutor:
 
     def check(self) -> None:
         """Raise RankError if a rank has died or fallen silent between steps."""
-        while (message := self._hub.receive(0)) is not None:
-            for listener in self._listeners:
-                listener(message)
+        self._take_messages()
         self._hub.check_signs_of_life(self._timeout)
 
     def close(self) -> None:
@@ -66,7 +64,14 @@ class JointExecutor:
     def wait(self) -> list[StepResult]:
         """Wait for the oldest step in flight."""
         with self._blaming():
-            return [self._in_flight.popleft().result()]
+            result = self._in_flight.popleft().result()
+        self._take_messages()
+        return [result]
+
+    def _take_messages(self) -> None:
+        while (message := self._hub.receive(0)) is not None:
+            for listener in self._listeners:
+                listener(message)
 
     @contextmanager
     def _blaming(self) -> Iterator[None]:

@@ -82,7 +82,7 @@ class ReplicaRoutes:
                 "effective_attention_block_size": ready.block_size,
                 "worker_type": "regular",
                 "version": VERSION,
-                "tp_size": 1,
+                "tp_size": run.config.tensor_parallel_size,
                 "dp_size": num_ranks,
                 "max_total_num_tokens": ready.num_blocks * ready.block_size,
                 "max_running_requests": ready.max_num_seqs,
