@@ -498,7 +498,7 @@ class ServeConfig:
     max_restarts: int = _operation(
         5,
         "How often in a row the model process or an HTTP process is started again after its end; 0 ends the service. "
-        "One that has served for a minute begins a new count. Always 0 with several nodes.",
+        "One that has served for a minute begins a new count. Always 0 under a torchrun of your own.",
         minimum=0,
     )
     log_level: str = _operation("info", "Least severe log line printed.", choices=("debug", "info", "warning", "error"))

@@ -55,7 +55,7 @@ def test_every_family_has_the_logits_of_one_rank_and_its_own_bits_in_any_batch(c
         engine.close()
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_next", "gpt_oss", "qwen3"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_next", "gpt_oss", "qwen3", "llama", "deepseek_v3-yarn"])
 def test_random_batches_have_the_bits_of_each_prompt_alone(case: str, tmp_path: Path) -> None:
     """Batches of prompts that share beginnings, with little memory, drafts and cached prefixes."""
     save(case, tmp_path)
@@ -91,11 +91,31 @@ def test_norms_over_all_heads_need_equally_many_on_each_rank(tmp_path: Path) -> 
         plan_model(tmp_path, TWO)
 
 
-def test_ranks_share_kv_heads_where_there_are_fewer_than_ranks(tmp_path: Path) -> None:
-    save("qwen3", tmp_path)
-    one, four = TokenEngine(tmp_path, BASE), ShardedEngine(tmp_path, replace(BASE, tensor_parallel_size=4))
-    assert_close(four.generate(PROMPTS[:4], SAMPLINGS[:4]), one.generate(PROMPTS[:4], SAMPLINGS[:4]))
-    four.close()
+@pytest.mark.parametrize(
+    ("case", "count", "fields"),
+    [
+        ("qwen3", 4, {}),
+        ("llama", 2, {"num_key_value_heads": 1, "vocab_size": 129, "tie_word_embeddings": True}),
+        ("olmoe", 2, {"num_key_value_heads": 1}),
+        ("phimoe", 4, {"num_key_value_heads": 1, "vocab_size": 131}),
+        ("qwen3", 2, {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 97}),
+        ("gpt_oss", 2, {"num_attention_heads": 6, "num_key_value_heads": 3}),
+        ("mixtral-mha-odd", 3, {"num_local_experts": 9}),
+        ("qwen2_moe", 2, {"shared_expert_intermediate_size": 49}),
+        ("deepseek_v3-yarn", 2, {"num_attention_heads": 3, "num_key_value_heads": 3, "moe_intermediate_size": 33}),
+        ("qwen3_next", 2, {"linear_num_key_heads": 3}),
+    ],
+)
+def test_ranks_share_kv_heads_and_parts_that_do_not_come_out_even(
+    case: str, count: int, fields: dict[str, int], tmp_path: Path
+) -> None:
+    build(case, **fields).save_pretrained(tmp_path)
+    one = TokenEngine(tmp_path, BASE)
+    sharded = ShardedEngine(tmp_path, replace(BASE, tensor_parallel_size=count, max_num_batched_tokens=64))
+    alone = [sharded.generate([prompt], sampling)[0] for prompt, sampling in zip(PROMPTS[:4], SAMPLINGS, strict=False)]
+    assert_close(alone, one.generate(PROMPTS[:4], SAMPLINGS[:4]))
+    assert_same(sharded.generate(PROMPTS[:4], SAMPLINGS[:4]), alone)
+    sharded.close()
 
 
 def test_logprobs_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:

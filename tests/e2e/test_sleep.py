@@ -202,8 +202,11 @@ def test_it_sleeps_by_itself_and_finds_its_prefixes_on_disk(model: Path, tmp_pat
         assert again["usage"]["cached_tokens_details"]["disk"] > 0
 
 
-def test_two_ranks_sleep_and_wake(model: Path, tmp_path: Path) -> None:
-    with service(model, tmp_path, "--expert-parallel-size", "2") as running:
+@pytest.mark.parametrize(
+    "way", ["expert", *(pytest.param(way, marks=pytest.mark.long) for way in ("pipeline", "tensor"))]
+)
+def test_two_ranks_sleep_and_wake(model: Path, tmp_path: Path, way: str) -> None:
+    with service(model, tmp_path, f"--{way}-parallel-size", "2") as running:
         expected = ask(running)["choices"]
         running.http.post("/sleep")
         assert "worker" not in children_of(running.process.pid)
