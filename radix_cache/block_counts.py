@@ -9,6 +9,7 @@ from radix_cache.block_copies import BlockCopies
 from radix_cache.errors import require
 from radix_cache.needs import Need
 from radix_cache.retention import account_of
+from radix_cache.room import Room
 from radix_cache.tree import RadixTree
 
 # The share of all blocks that `PrefixCache.extend` with `sparing` leaves to accounts that hold less.
@@ -32,6 +33,7 @@ class BlockCounts:
         self._copies = copies
         self._needs = needs
         self.num_private = 0
+        self._num_changes = 0
 
     @property
     def num_free(self) -> int:
@@ -66,6 +68,26 @@ class BlockCounts:
             if num_sure >= enough:
                 return num_sure
         return max(self.allocator.num_free, self.num_available - self._tree.num_to_spare(account, num_spared))
+
+    def excess(self, account: str, num_blocks: int | None = None) -> float:
+        """Return a measure of an account's holding for its weight, for comparisons.
+
+        num_blocks: the blocks that it holds; None for all that its leases have.
+        """
+        victims = self._tree.victims
+        return victims.excess_of(account, victims.num_in_use(account) if num_blocks is None else num_blocks)
+
+    def room(self, num_spoken_for: int) -> Room | None:
+        """Return the room that a waiting request finds now, None where prefixes need more than KV blocks.
+
+        num_spoken_for: available blocks that other requests will need.
+        """
+        return None if self._needs else Room(self, self._num_changes, self.num_available - num_spoken_for)
+
+    def record_change(self) -> None:
+        """Record that a request that waits may need less room: a part of a prompt was published, or a lease with blocks
+        of its own has ended (`Room`)."""
+        self._num_changes += 1
 
     def add_private(self, namespace: str, change: int) -> None:
         """Count blocks of a lease that are not in the tree, fewer of them if `change` is negative."""

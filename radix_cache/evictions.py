@@ -17,7 +17,7 @@ from math import inf
 from radix_cache.nodes import Node
 from radix_cache.retention import account_of
 
-MAX_RECORDED_EVICTIONS = 65_536  # blocks of all accounts, about 125 bytes each
+_MAX_RECORDED = 65_536  # blocks of one rank's accounts, about 125 bytes each
 _SHARE_OF_ACCOUNT = 4  # an account records at most this part of them
 _UNREAD_SECONDS = 600.0  # a record ends this long after the account last asked
 
@@ -28,7 +28,7 @@ class EvictionRecord:
     Beyond that, the record of the account that asked longest ago ends. Time is the caller's (`set_time`).
     """
 
-    def __init__(self, block_bytes: int, limit: int) -> None:
+    def __init__(self, block_bytes: int, limit: int = _MAX_RECORDED) -> None:
         self._block_bytes = block_bytes
         self._limit = limit
         self._evicted: dict[str, OrderedDict[int, None]] = {}

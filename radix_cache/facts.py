@@ -34,19 +34,24 @@ Fact = Published | Evicted
 
 
 class Facts:
-    """The facts of one tree, for those who tell others."""
+    """The facts of one tree, for those who tell others. `are_noted`: False until a reader wants them."""
 
-    def __init__(self, facts: list[Fact] | None, roots: Mapping[str, Node]) -> None:
-        """facts: to which the tree adds, None if nobody wants to know. roots: by namespace."""
-        self._facts = facts
+    def __init__(self, roots: Mapping[str, Node]) -> None:
+        """roots: by namespace."""
+        self._facts: list[Fact] = []
         self._roots = roots
+        self.are_noted = False
+
+    def begin(self) -> None:
+        """Note publications and evictions from now on."""
+        self.are_noted = True
+
+    def note(self, fact: Fact) -> None:
+        self._facts.append(fact)
 
     def take(self) -> list[Fact]:
         """Return the publications and evictions since the last call, in order."""
-        if not self._facts:
-            return []
-        taken = self._facts[:]
-        self._facts.clear()
+        taken, self._facts = self._facts, []
         return taken
 
     def published(self) -> Iterator[Published]:

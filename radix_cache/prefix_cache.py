@@ -12,14 +12,11 @@ from radix_cache.block_copies import BlockCopies
 from radix_cache.block_counts import BlockCounts
 from radix_cache.borders import Borders
 from radix_cache.errors import LeaseError
-from radix_cache.evictions import MAX_RECORDED_EVICTIONS
-from radix_cache.facts import Facts
 from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.needs import Need
 from radix_cache.nodes import Lease, Node
 from radix_cache.retention import account_of
-from radix_cache.retentions import Retentions
-from radix_cache.room import Room
+from radix_cache.retentions import DEFAULT_SHARES, Retentions, Shares
 from radix_cache.states import States
 from radix_cache.stored import StoredBlocks
 from radix_cache.stored_tree import StoredTree
@@ -34,9 +31,7 @@ class PrefixCache:
     nothing is shared or kept: `match` finds nothing, `publish` and `advance` do nothing, `release` frees every block.
 
     A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; prefixes published in the namespace PUBLIC serve all other
-    namespaces too. An account retains at most `retention_share` of all blocks, unless a call gives its share. All
-    accounts together pin at most `pin_share` of the blocks, and one account half of that, unless it has a share of its
-    own. Time is the caller's, set by `set_time`; there is no clock inside.
+    namespaces too. Time is the caller's, set by `set_time`; there is no clock inside.
 
     Some models need more than KV blocks to go on from a prefix, which then serves only up to a boundary that has it
     (`radix_cache.needs`). Models with recurrent states give `snapshot_rows`, the rows of the rank's pool of states that
@@ -61,19 +56,15 @@ class PrefixCache:
         block_size: int,
         *,
         caching: bool = True,
-        retention_share: float = 0.5,
-        pin_share: float = 1.0,
-        max_recorded_evictions: int = MAX_RECORDED_EVICTIONS,
+        shares: Shares = DEFAULT_SHARES,
         snapshot_rows: range | None = None,
         num_window_blocks: int = 0,
         window: int = 0,
         stored: StoredBlocks | None = None,
-        tells_facts: bool = False,
     ) -> None:
-        """max_recorded_evictions: blocks, of all accounts together. snapshot_rows: None for models without recurrent
-        states. num_window_blocks: 0 if all layers keep their KV in the same blocks. window: the number of tokens that
-        layers with window blocks see, the new token included. stored: None without a lower tier. tells_facts:
-        whether `facts` has any."""
+        """snapshot_rows: None for models without recurrent states. num_window_blocks: 0 if all layers keep their KV in
+        the same blocks. window: the number of tokens that layers with window blocks see, the new token included.
+        stored: None without a lower tier."""
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
@@ -82,9 +73,9 @@ class PrefixCache:
         allocator = BlockAllocator(num_blocks)
         stateful = snapshot_rows is not None
         rows = snapshot_rows if snapshot_rows is not None and caching else range(0)
-        self.tree = RadixTree(block_size, max_recorded_evictions, rows, [] if tells_facts else None)
+        self.tree = RadixTree(block_size, rows)
         self.copies = BlockCopies(allocator)
-        self.facts = Facts(self.tree.facts, self.tree.roots)
+        self.facts = self.tree.facts
         self.windows = Windows()
         if num_window_blocks:
             excess = self.tree.victims.excess_of
@@ -110,28 +101,11 @@ class PrefixCache:
             self.windows,
             self._borders,
             self._check,
-            num_blocks=num_blocks,
-            retention_share=retention_share,
-            pin_share=pin_share,
+            num_blocks,
+            shares,
         )
         self.leases: dict[int, Lease] = {}  # by number
         self._next_number = 0
-        self._num_changes = 0
-
-    def room(self, num_spoken_for: int) -> Room | None:
-        """Return the room that a waiting request finds now, None where prefixes need more than KV blocks.
-
-        num_spoken_for: available blocks that other requests will need.
-        """
-        if self._needs:
-            return None
-        return Room(self, self._num_changes, self.counts.num_available - num_spoken_for)
-
-    @property
-    def age(self) -> float:
-        """The time since the last use of the prefix that would be evicted next; 0 without any."""
-        leaf = self.tree.victims.next_leaf()
-        return 0.0 if leaf is None else max(0.0, self.tree.now - leaf.used_at)
 
     def match(
         self, tokens: array[int], namespace: str = "", *, use_cache: bool = True, names: list[bytes] | None = None
@@ -293,7 +267,7 @@ class PrefixCache:
         """
         self._check(lease)
         if len(lease.block_ids) * self.block_size > lease.num_cached_tokens:
-            self._num_changes += 1
+            self.counts.record_change()
         if self.lower is not None:
             self.lower.release(lease, keep_tokens)
         lease.owner = None
@@ -312,10 +286,6 @@ class PrefixCache:
                     self.lower.forget(lease.names[num_published - len(trimmed) : num_published])
                 private.extend(trimmed)
         self._free(private)
-
-    def record_prompt(self) -> None:
-        """Record that a part of a prompt was published: another request that begins alike needs less room (`Room`)."""
-        self._num_changes += 1
 
     def peek(self, tokens: array[int], namespace: str = "") -> int:
         """Count the tokens that `match` would find in the cache now. Change nothing, not even their recency."""
@@ -342,22 +312,9 @@ class PrefixCache:
             for need in self._needs:
                 need.reorder()
 
-    def excess(self, account: str, num_blocks: int | None = None) -> float:
-        """Return a measure of an account's holding for its weight, for comparisons.
-
-        num_blocks: the blocks that it holds; None for all that its leases have.
-        """
-        victims = self.tree.victims
-        return victims.excess_of(account, victims.num_in_use(account) if num_blocks is None else num_blocks)
-
     def set_time(self, now: float) -> None:
         """Set the time, which must not go back, and end overdue retentions."""
         self.tree.set_time(now)
-
-    def record_hit(self, lease: Lease, num_tokens: int) -> None:
-        """Count `num_tokens` of the lease as found in the cache, and refresh the retentions along its prefix."""
-        self._check(lease)
-        self.tree.record_hit(lease.node, num_tokens)
 
     def evict(self, count: int, account: str | None = None) -> None:
         """Evict `count` cached blocks for an account. Blocks that are being copied are freed later."""

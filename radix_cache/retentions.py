@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 
 from radix_cache.borders import Borders
 from radix_cache.errors import BudgetError
@@ -14,8 +15,19 @@ from radix_cache.tree import RadixTree
 from radix_cache.window_blocks import RETAINED, Windows
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The shares of all blocks that may be kept for accounts without shares of their own."""
+
+    retained: float = 0.5  # by each account
+    pinned: float = 1.0  # by all accounts together; one of them pins at most half of that
+
+
+DEFAULT_SHARES = Shares()
+
+
 class Retentions:
-    """Retains and pins cached prefixes. Shares are of all blocks of the cache; see `PrefixCache`."""
+    """Retains and pins cached prefixes, and counts their use. Shares are of all blocks of the cache."""
 
     def __init__(
         self,
@@ -23,10 +35,8 @@ class Retentions:
         windows: Windows,
         borders: Borders,
         check: Callable[[Lease], None],
-        *,
         num_blocks: int,
-        retention_share: float,
-        pin_share: float,
+        shares: Shares,
     ) -> None:
         """check: raises LeaseError for a lease that was released."""
         self._tree = tree
@@ -34,8 +44,7 @@ class Retentions:
         self._borders = borders
         self._check = check
         self._num_blocks = num_blocks
-        self._retention_share = retention_share
-        self._pin_share = pin_share
+        self._shares = shares
         # The accounts with a share of their own for pins. All others have a part in the cache's.
         self._granted: set[str] = set()
 
@@ -61,6 +70,11 @@ class Retentions:
         own = self._tree.ledger.account(account)
         left = self._num_left_to_pin(account, share, pin_share)
         return self._retainable(share), own.num_blocks, own.num_pinned_blocks, left
+
+    def record_hit(self, lease: Lease, num_tokens: int) -> None:
+        """Count `num_tokens` of the lease as found in the cache, and refresh the retentions along its prefix."""
+        self._check(lease)
+        self._tree.record_hit(lease.node, num_tokens)
 
     def retain(
         self, lease: Lease, num_tokens: int, ttl: float, share: float | None = None, *, yields: bool = False
@@ -144,7 +158,7 @@ class Retentions:
 
     def _retainable(self, share: float | None) -> int:
         """Return the number of blocks that an account may retain. share: its own, None for the cache's."""
-        return int((self._retention_share if share is None else share) * self._num_blocks)
+        return int((self._shares.retained if share is None else share) * self._num_blocks)
 
     def _num_left_to_pin(self, account: str, share: float | None, pin_share: float | None) -> int:
         """Count the blocks that an account may pin beside its pinned ones. For the shares see `pin`."""
@@ -153,5 +167,5 @@ class Retentions:
         if pin_share is not None:
             return max(0, int(pin_share * self._num_blocks) - num_own)
         num_all = sum(one.num_pinned_blocks for name, one in ledger.accounts().items() if name not in self._granted)
-        num_common = int(self._pin_share * self._num_blocks)
+        num_common = int(self._shares.pinned * self._num_blocks)
         return max(0, min(self._retainable(share) - num_own, num_common // 2 - num_own, num_common - num_all))

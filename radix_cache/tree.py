@@ -12,8 +12,8 @@ from array import array
 from collections.abc import Collection, Iterator
 from itertools import islice
 
-from radix_cache.evictions import MAX_RECORDED_EVICTIONS, EvictionRecord
-from radix_cache.facts import Evicted, Fact, Published
+from radix_cache.evictions import EvictionRecord
+from radix_cache.facts import Evicted, Facts, Published
 from radix_cache.nodes import NOT_QUEUED, PUBLIC, Node
 from radix_cache.retention import RetentionLedger, account_of
 from radix_cache.snapshots import SnapshotTable, split_snapshots
@@ -37,28 +37,21 @@ class RadixTree:
 
     Retention (`ledger`) and the shares of accounts (`victims`) come before recency. `now` is the caller's time, set by
     `set_time`. `branches`: by namespace, the newest last, its runs right below runs of PUBLIC. `facts`: the additions
-    and removals, until a reader takes them out of the list; None without a reader.
+    and removals.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        max_recorded_evictions: int = MAX_RECORDED_EVICTIONS,
-        snapshot_rows: range = range(0),
-        facts: list[Fact] | None = None,
-    ) -> None:
-        """max_recorded_evictions: blocks, of all accounts together."""
+    def __init__(self, block_size: int, snapshot_rows: range = range(0)) -> None:
         self.block_size = block_size
         self._block_bytes = 4 * block_size
         self._clock = 0
         self._serial = 0
-        self.facts = facts
         self.victims = Victims()
         self.ledger = RetentionLedger()
-        self.evictions = EvictionRecord(4 * block_size, max_recorded_evictions)
+        self.evictions = EvictionRecord(4 * block_size)
         self.snapshots = SnapshotTable(snapshot_rows, self.victims.excess_of)
         self.now = 0.0
         self.roots: dict[str, Node] = {}
+        self.facts = Facts(self.roots)
         self.branches: dict[str, dict[Node, None]] = {}
         self.num_nodes = 0
         self.num_blocks = 0
@@ -67,6 +60,12 @@ class RadixTree:
     @property
     def num_evictable_blocks(self) -> int:
         return self.num_blocks - self.num_pinned_blocks
+
+    @property
+    def age(self) -> float:
+        """The time since the last use of the prefix that would be evicted next; 0 without any."""
+        leaf = self.victims.next_leaf()
+        return 0.0 if leaf is None else max(0.0, self.now - leaf.used_at)
 
     def root(self, namespace: str) -> Node:
         """Return the root of `namespace`, created if needed. The caller acquires it or a node below it at once."""
@@ -163,8 +162,8 @@ class RadixTree:
             return node, canonical
         tokens, added = data[num_known * self._block_bytes :], blocks[num_known:]
         self.num_blocks += len(added)
-        if self.facts is not None:
-            self.facts.append(Published(namespace, node.blocks[-1] if node.blocks else None, added[:], tokens))
+        if self.facts.are_noted:
+            self.facts.note(Published(namespace, node.blocks[-1] if node.blocks else None, added[:], tokens))
         self.victims.count(namespace, len(added))
         self.victims.use(namespace)
         num_other_refs = node.refs - 1 if node is start else node.refs
@@ -467,8 +466,8 @@ class RadixTree:
         keep = len(node.blocks) - count
         removed = node.blocks[keep:]
         self.num_blocks -= count
-        if self.facts is not None:
-            self.facts.append(Evicted(removed[:]))
+        if self.facts.are_noted:
+            self.facts.note(Evicted(removed[:]))
         self.victims.count(node.namespace, -count)
         if node.keeps:
             self.ledger.shrink(node, count, lost=lost)

@@ -144,7 +144,7 @@ class CacheCommands:
             "moeserve_kv_tier_blocks": [["device", in_memory], [tier, stored.num_own]],
             "moeserve_kv_tier_bytes": [["device", in_memory * self._block_bytes], [tier, stored.num_of(None)[1]]],
             "moeserve_kv_tier_age_seconds": [
-                ["device", round(max(cache.age for cache in self._caches), 1)],
+                ["device", round(max(cache.tree.age for cache in self._caches), 1)],
                 [tier, round(stored.oldest_age, 1)],
             ],
             "moeserve_kv_tier_hits": [["device", counters.device_hits], [tier, counters.lower_hits]],

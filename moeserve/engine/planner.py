@@ -21,15 +21,13 @@ from moeserve.scheduling.tool_waits import ToolWaits
 from moeserve.scheduling.trials import Trial
 from moeserve.scheduling.turns import Turns
 from moeserve.settings.drafts import parse_speculative
-from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache, StoredBlocks
+from radix_cache import PrefixCache, Shares, StoredBlocks
 
 
-def build_caches(
-    config: ServeConfig, kv: KvBudget, *, stored: StoredBlocks | None = None, tells_facts: bool = False
-) -> list[PrefixCache]:
+def build_caches(config: ServeConfig, kv: KvBudget, *, stored: StoredBlocks | None = None) -> list[PrefixCache]:
     """Return the prefix caches, one per rank.
 
-    stored: the blocks in the lower tier, of all ranks; None without one. tells_facts: see `PrefixCache`.
+    stored: the blocks in the lower tier, of all ranks; None without one.
     """
     num_slots = kv.num_state_slots
     return [
@@ -37,14 +35,11 @@ def build_caches(
             kv.num_blocks,
             config.block_size,
             caching=config.enable_prefix_caching,
-            retention_share=config.cache_retention_share,
-            pin_share=config.cache_pin_share,
-            max_recorded_evictions=MAX_RECORDED_EVICTIONS // config.expert_parallel_size,
+            shares=Shares(config.cache_retention_share, config.cache_pin_share),
             snapshot_rows=range(num_slots, kv.num_state_rows) if num_slots else None,
             num_window_blocks=kv.num_window_blocks,
             window=kv.window,
             stored=stored,
-            tells_facts=tells_facts,
         )
         for _ in range(config.expert_parallel_size)
     ]

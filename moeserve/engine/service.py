@@ -187,7 +187,7 @@ def serve(
     hosted = open_hosted(config, rank) if has_both else None
     kv_events = parse_kv_events(config.kv_events_config)
     stored = None if lower is None else lower.stored
-    caches = build_caches(config, model.kv, stored=stored, tells_facts=kv_events.is_on)
+    caches = build_caches(config, model.kv, stored=stored)
     pace = build_pace(config, model.device, rank.warm_up)
     links = _open_links(context, rank, caches[0], pace)
     tier = None if lower is None else LowerTier(caches, pace, Overflow(config.kv_overflow), lower.read_s)

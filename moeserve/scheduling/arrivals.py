@@ -159,7 +159,7 @@ class Source(Part, ABC, Generic[J]):
 
         num_spoken_for: available blocks that other requests need. names: see `begin_fill` of `radix_cache`.
         """
-        room = cache.room(num_spoken_for)
+        room = cache.counts.room(num_spoken_for)
         spare = num_spoken_for + -(-len(request.token_ids) // cache.block_size) - stop
         fill = begin_fill(cache, request.token_ids, request.namespace, stop, spare, names)
         self._no_room[request.request_id] = room if fill is None else None
@@ -167,7 +167,7 @@ class Source(Part, ABC, Generic[J]):
 
     def lacks_room(self, request: Request, cache: PrefixCache, num_spoken_for: int) -> bool:
         """Return whether blocks of the request found no room before, and would find no more now."""
-        return is_still_full(cache.room(num_spoken_for), self._no_room.get(request.request_id))
+        return is_still_full(cache.counts.room(num_spoken_for), self._no_room.get(request.request_id))
 
     def left(self, output: RequestOutput) -> None:
         self._no_room.pop(output.request.request_id, None)

@@ -104,12 +104,12 @@ class KvOffers(Part):
         while self._offers and now > (first := next(iter(self._offers.items())))[1].deadline:
             self._expire(first[0])
         if lacking:
-            least = min(self._cache.excess(account_of(request.namespace)) for request in lacking)
-            self._expire_oldest([account for account in self._held if self._cache.excess(account) >= least])
+            least = min(self._cache.counts.excess(account_of(request.namespace)) for request in lacking)
+            self._expire_oldest([account for account in self._held if self._cache.counts.excess(account) >= least])
 
     def _expire_oldest(self, accounts: Iterable[str]) -> None:
         """End the oldest lease of the one of these accounts whose tickets hold most for its weight, if there is one."""
-        most = max(accounts, key=lambda one: self._cache.excess(one, len(self._held[one])), default=None)
+        most = max(accounts, key=lambda one: self._cache.counts.excess(one, len(self._held[one])), default=None)
         if most is not None:
             self._expire(next(ticket_id for ticket_id, offer in self._offers.items() if offer.account == most))
 

@@ -67,8 +67,8 @@ class RequestMemory:
         return self._windows.num_missing(request.held, -(-len(request.token_ids) // self.block_size))
 
     def room(self, num_spoken_for: int) -> Room | None:
-        """Return the room that a waiting request finds now. See `PrefixCache.room`."""
-        return self._cache.room(num_spoken_for)
+        """Return the room that a waiting request finds now. See `BlockCounts.room`."""
+        return self._cache.counts.room(num_spoken_for)
 
     def has_windows(self, count: int) -> bool:
         """Return whether `count` window blocks are available now."""
@@ -123,7 +123,7 @@ class RequestMemory:
 
     def record_hit(self, request: Request, num_tokens: int) -> None:
         """Count tokens that the request has found cached, and refresh the retentions of its prefix."""
-        self._cache.record_hit(request.held, num_tokens)
+        self._cache.retentions.record_hit(request.held, num_tokens)
 
     def explain(self, request: Request) -> Miss:
         """Return why no more of the request's tokens were cached. To be called immediately after the match."""
@@ -243,7 +243,7 @@ class RequestMemory:
         if request.num_computed_tokens - lease.num_published_tokens < self.block_size:
             return None
         if lease.num_published_tokens < request.num_prompt_tokens:
-            self._cache.record_prompt()
+            self._cache.counts.record_change()
         duplicates = self._cache.publish(lease, request.token_ids, request.num_computed_tokens)
         return duplicates or None
 

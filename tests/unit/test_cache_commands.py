@@ -21,7 +21,7 @@ PROMPT = list(range(24))
 def fill(cache: PrefixCache, prompt: list[int], namespace: str = "a") -> None:
     tokens = array("i", prompt)
     lease = cache.match(tokens, namespace)
-    cache.record_hit(lease, lease.num_cached_tokens)
+    cache.retentions.record_hit(lease, lease.num_cached_tokens)
     cache.extend(lease, -(-len(tokens) // SIZE) - len(lease.block_ids))
     cache.free(cache.publish(lease, tokens, len(tokens)))
     cache.release(lease)

@@ -22,7 +22,7 @@ def use(cache: PrefixCache, prompt: Sequence[int], namespace: str = "") -> Miss:
     tokens = array("i", prompt)
     lease = cache.match(tokens, namespace)
     miss = cache.explain(lease, tokens)
-    assert cache.extend(lease, -(-len(tokens) // SIZE) - len(lease.block_ids)) is not None
+    assert cache.extend(lease, -(-len(tokens) // cache.block_size) - len(lease.block_ids)) is not None
     cache.free(cache.publish(lease, tokens, len(tokens)))
     cache.release(lease)
     check_invariants(cache)
@@ -103,14 +103,16 @@ def test_evictions_are_found_through_splits_and_partial_cuts() -> None:
 
 
 def test_a_record_that_was_overrun_says_not_known_for_that_account_alone() -> None:
-    cache = PrefixCache(16, SIZE, max_recorded_evictions=16)
-    use(cache, TAIL[:40], "a")
-    use(cache, range(1000, 1064), "a")
+    of_account = 2**14  # blocks that are recorded
+    cache = PrefixCache(of_account + 12, 1)
+    prompt = array("i", range(of_account + 6))
+    use(cache, prompt, "a")
+    use(cache, range(100_000, 100_012 + of_account), "a")
     # The head of a prompt is evicted last, so the record knows it longest.
-    assert cache.explain(cache.match(array("i", TAIL[:40]), "a"), array("i", TAIL[:40])).num_known_tokens == 16
-    use(cache, range(2000, 2064), "b")
-    assert use(cache, TAIL[:40], "a").reason is MissReason.NOT_KNOWN
-    assert use(cache, TAIL[:40], "c").reason is MissReason.NEVER_SEEN
+    assert cache.explain(cache.match(prompt, "a"), prompt).num_known_tokens == of_account
+    use(cache, range(200_000, 200_012 + of_account), "b")
+    assert use(cache, prompt, "a").reason is MissReason.NOT_KNOWN
+    assert use(cache, prompt, "c").reason is MissReason.NEVER_SEEN
 
 
 def test_evictions_are_recorded_once_the_account_has_asked_and_not_known_before() -> None:

@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 
-from radix_cache import PUBLIC, BudgetError, PrefixCache
+from radix_cache import PUBLIC, BudgetError, PrefixCache, Shares
 from radix_cache.victims import HALF_LIFE_S
 from tests.support.cache_invariants import check_invariants, evict_all
 from tests.support.line_counts import num_lines
@@ -178,7 +178,7 @@ def test_public_prefixes_count_for_nobody() -> None:
 
 
 def test_keys_that_pin_what_they_may_leave_others_a_cache() -> None:
-    cache = PrefixCache(160, 1, pin_share=0.25)
+    cache = PrefixCache(160, 1, shares=Shares(pinned=0.25))
     for name in ("a", "b", "c"):
         for number in range(20):
             tokens = array("i", [ord(name), number, 1, 2])
@@ -203,7 +203,7 @@ def test_keys_that_pin_what_they_may_leave_others_a_cache() -> None:
 
 
 def test_an_operators_grant_for_pins_takes_nothing_from_the_others() -> None:
-    cache = PrefixCache(160, 1, pin_share=0.25)
+    cache = PrefixCache(160, 1, shares=Shares(pinned=0.25))
     shelf = array("i", range(61))
     for name in ("granted", "other"):
         lease = cache.match(shelf, name)
@@ -225,7 +225,7 @@ def test_an_operators_grant_for_pins_takes_nothing_from_the_others() -> None:
 def test_the_work_of_a_pin_does_not_grow_with_the_number_of_pins() -> None:
     counts = []
     for num_pins in (20, 500):
-        cache = PrefixCache(4096, 1, retention_share=1.0)
+        cache = PrefixCache(4096, 1, shares=Shares(retained=1.0))
         for number in range(num_pins + 1):
             tokens = array("i", [number, 1, 2])
             lease = cache.match(tokens)

@@ -24,7 +24,7 @@ def fill(cache: PrefixCache, prompt: list[int], namespace: str = "", times: int 
     tokens = array("i", prompt)
     for _ in range(times):
         lease = cache.match(tokens, namespace)
-        cache.record_hit(lease, lease.num_cached_tokens)
+        cache.retentions.record_hit(lease, lease.num_cached_tokens)
         cache.extend(lease, -(-len(tokens) // SIZE) - len(lease.block_ids))
         cache.free(cache.publish(lease, tokens, len(tokens)))
         cache.release(lease)

@@ -38,6 +38,12 @@ def compute(cache: PrefixCache, tokens: array[int], namespace: str = "") -> Leas
     return lease
 
 
+def telling_cache(num_blocks: int) -> PrefixCache:
+    cache = PrefixCache(num_blocks, SIZE)
+    cache.facts.begin()
+    return cache
+
+
 def held(cache: PrefixCache) -> set[tuple[str | None, tuple[int, ...]]]:
     """The salts and tokens of all prefixes in a tree, public ones also as each namespace behind them sees them."""
     paths: dict[int, tuple[str, tuple[int, ...]]] = {}
@@ -61,7 +67,7 @@ class Driver:
 
     def __init__(self, source: random.Random) -> None:
         self.random = source
-        self.cache = PrefixCache(source.randint(6, 24), SIZE, tells_facts=True)
+        self.cache = telling_cache(source.randint(6, 24))
         self.blocks = KvBlocks(SIZE)
         self.running: list[tuple[Lease, array[int]]] = []
         self.batches: list[bytes] = []
@@ -140,7 +146,7 @@ def test_equal_prefixes_have_equal_hashes_in_any_process():
 
 
 def test_a_run_that_is_split_is_no_event():
-    cache, blocks = PrefixCache(16, SIZE, tells_facts=True), KvBlocks(SIZE)
+    cache, blocks = telling_cache(16), KvBlocks(SIZE)
     compute(cache, ids(1, 2, 3, 4, 5, 6))
     (stored,) = blocks.apply(cache.facts.take())
     assert isinstance(stored, BlockStored)
@@ -153,7 +159,7 @@ def test_a_run_that_is_split_is_no_event():
 
 
 def test_blocks_go_from_the_end_of_a_prefix():
-    cache, blocks = PrefixCache(16, SIZE, tells_facts=True), KvBlocks(SIZE)
+    cache, blocks = telling_cache(16), KvBlocks(SIZE)
     lease = compute(cache, ids(1, 2, 3, 4, 5, 6))
     (stored,) = blocks.apply(cache.facts.take())
     cache.release(lease)
@@ -162,14 +168,14 @@ def test_blocks_go_from_the_end_of_a_prefix():
 
 
 def test_a_part_of_a_block_is_told_once_it_is_full():
-    cache, blocks = PrefixCache(16, SIZE, tells_facts=True), KvBlocks(SIZE)
+    cache, blocks = telling_cache(16), KvBlocks(SIZE)
     compute(cache, ids(1, 2, 3))
     (stored,) = blocks.apply(cache.facts.take())
     assert stored == BlockStored([block_hash("", None, bytes_of(1, 2))], None, bytes_of(1, 2))
 
 
 def test_a_public_prefix_is_told_under_the_salt_of_each_namespace_that_goes_on_behind_it():
-    cache, blocks, consumer = PrefixCache(32, SIZE, tells_facts=True), KvBlocks(SIZE), EventConsumer()
+    cache, blocks, consumer = telling_cache(32), KvBlocks(SIZE), EventConsumer()
     cache.release(compute(cache, ids(1, 2, 3, 4), PUBLIC))
     lease = compute(cache, ids(1, 2, 3, 4, 5, 6), "a")
     consumer.take(0, pack_batch(0.0, blocks.apply(cache.facts.take()), 0, SIZE, as_maps=True))
@@ -186,7 +192,7 @@ def test_a_public_prefix_is_told_under_the_salt_of_each_namespace_that_goes_on_b
 
 
 def test_two_namespaces_share_no_hash():
-    cache, blocks = PrefixCache(16, SIZE, tells_facts=True), KvBlocks(SIZE)
+    cache, blocks = telling_cache(16), KvBlocks(SIZE)
     compute(cache, ids(1, 2, 3, 4), "a")
     compute(cache, ids(1, 2, 3, 4), "b")
     one, other = blocks.apply(cache.facts.take())

@@ -69,7 +69,7 @@ def publishing(
     local = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:*"}
     config = KvEventsConfig(**{"enable_kv_cache_events": True, **local, **settings})
     publisher = KvEventPublisher(config, SIZE, num_ranks, sockets)
-    caches = [PrefixCache(64, SIZE, tells_facts=True) for _ in range(num_ranks)]
+    caches = [PrefixCache(64, SIZE) for _ in range(num_ranks)]
     routers = [Router(sockets, source) for source in publisher.sources]
     publisher.start()
     try:
@@ -219,7 +219,7 @@ def test_a_full_queue_drops_facts_and_tells_everything_anew_later():
         max_queue_size=2,
     )
     publisher = KvEventPublisher(config, SIZE, 1, sockets)
-    cache = PrefixCache(64, SIZE, tells_facts=True)
+    cache = PrefixCache(64, SIZE)
     events = KvEvents([cache], publisher)
     # Nobody takes anything from the queue yet.
     for token in range(1, 13, 2):

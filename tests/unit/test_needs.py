@@ -56,7 +56,7 @@ def test_a_cache_whose_prefixes_need_nothing_has_room_that_is_told_and_windows_w
     plain = PrefixCache(8, 4)
     lease = plain.match(array("i", [1, 2, 3]))
     assert type(plain.windows) is Windows
-    assert plain.room(0) is not None
+    assert plain.counts.room(0) is not None
     assert (plain.windows.table(lease, 0), plain.windows.num_missing(lease, 5)) == (None, 0)
     for needing in (PrefixCache(8, 4, snapshot_rows=range(2)), PrefixCache(8, 4, num_window_blocks=5, window=5)):
-        assert needing.room(0) is None
+        assert needing.counts.room(0) is None

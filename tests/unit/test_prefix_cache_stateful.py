@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from radix_cache import BudgetError, Lease, LeaseError, PrefixCache, account_of
+from radix_cache import BudgetError, Lease, LeaseError, PrefixCache, Shares, account_of
 from radix_cache.victims import HALF_LIFE_S
 from tests.support.cache_invariants import check_invariants, evict_all
 from tests.support.examples import examples
@@ -57,7 +57,7 @@ class World:
     """Drives one cache and the model beside it. Every choice comes in as an int, so any source of ints can drive it."""
 
     def __init__(self, num_blocks: int, block_size: int, caching: bool = True) -> None:
-        self.cache = PrefixCache(num_blocks, block_size, caching=caching, retention_share=SHARE, pin_share=PIN_SHARE)
+        self.cache = PrefixCache(num_blocks, block_size, caching=caching, shares=Shares(SHARE, PIN_SHARE))
         self.size = block_size
         self.caching = caching
         self.running: list[Running] = []
@@ -232,7 +232,7 @@ class World:
 
     def hit(self, which: int) -> None:
         if one := self.pick(which):
-            self.cache.record_hit(one.lease, 1)
+            self.cache.retentions.record_hit(one.lease, 1)
             for blocks in range(one.lease.num_published_tokens // self.size, 0, -1):
                 if mark := self.marks.get(self.key(one.namespace, one.tokens, blocks)):
                     self.num_marks_made += 1

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from radix_cache import PUBLIC, BudgetError, Lease, MissReason, PrefixCache, list_prefixes
+from radix_cache import PUBLIC, BudgetError, Lease, MissReason, PrefixCache, Shares, list_prefixes
 from tests.support.cache_invariants import check_invariants, evict_all
 from tests.support.jobs import finish
 from tests.support.parameters import first
@@ -66,7 +66,7 @@ def test_listing_dropping_and_reports_keep_to_ones_own_below_a_public_prefix() -
 
 
 def test_public_blocks_are_charged_to_nobody_elses_budget() -> None:
-    cache = PrefixCache(64, SIZE, retention_share=0.1)
+    cache = PrefixCache(64, SIZE, shares=Shares(retained=0.1))
     use(cache, SYSTEM, PUBLIC)
     assert cache.retentions.pin(array("i", SYSTEM), PUBLIC, 1.0, 1.0) == 16
     prompt = array("i", [*SYSTEM, *range(24)])
@@ -89,7 +89,7 @@ def test_public_blocks_are_charged_to_nobody_elses_budget() -> None:
 def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed: int) -> None:
     """A shadow of the KV memory says who wrote which prefix into a block; every lease is read against it."""
     draw = random.Random(seed)
-    cache = PrefixCache(draw.randint(12, 40), SIZE, retention_share=0.3)
+    cache = PrefixCache(draw.randint(12, 40), SIZE, shares=Shares(retained=0.3))
     names = (PUBLIC, "a", "a/x", "b")
     content: dict[int, tuple[str, tuple[int, ...]]] = {}
     running: list[tuple[Lease, str, array[int]]] = []

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from radix_cache import BudgetError, Lease, PrefixCache, list_prefixes
+from radix_cache import BudgetError, Lease, PrefixCache, Shares, list_prefixes
 from tests.support.cache_invariants import check_invariants
 from tests.support.jobs import finish
 
@@ -57,7 +57,7 @@ def test_a_pin_that_is_there_is_not_refused_when_the_budget_has_shrunk() -> None
 
 @pytest.mark.parametrize("newest", ["head", "whole"])
 def test_of_two_retentions_that_meet_the_newer_place_in_the_order_and_the_later_end_stay(newest: str) -> None:
-    cache = PrefixCache(16, SIZE, retention_share=1.0)
+    cache = PrefixCache(16, SIZE, shares=Shares(retained=1.0))
     whole, other = array("i", range(16)), array("i", range(100, 108))
     head = whole[:8]
     wishes = {"head": (head, 5.0), "whole": (whole, 9.0)}

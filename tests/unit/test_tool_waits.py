@@ -110,7 +110,7 @@ def test_a_turn_that_continues_a_retained_one_begins_its_time_anew() -> None:
     turns.call(100)
     turns.cache.set_time(RETAINED_S - 1.0)
     lease = turns.cache.match(array("i", range(100, 100 + 6 * SIZE)), "key")
-    turns.cache.record_hit(lease, 3 * SIZE)
+    turns.cache.retentions.record_hit(lease, 3 * SIZE)
     turns.cache.release(lease)
     turns.cache.set_time(RETAINED_S + 1.0)
     assert turns.cache.retentions.num_blocks == 3

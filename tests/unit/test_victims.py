@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_cache import PUBLIC, BudgetError, Lease, PrefixCache
+from radix_cache import PUBLIC, BudgetError, Lease, PrefixCache, Shares
 from radix_cache.nodes import Node
 from radix_cache.retention import account_of
 from radix_cache.victims import HALF_LIFE_S
@@ -77,7 +77,7 @@ def expected_victims(cache: PrefixCache, taker: str, count: int) -> list[int]:
 @pytest.mark.parametrize("seed", first(6, range(12)))
 def test_blocks_go_as_if_every_leaf_was_looked_at(seed: int) -> None:
     draw = random.Random(seed)
-    cache = PrefixCache(120, 1, retention_share=0.2)
+    cache = PrefixCache(120, 1, shares=Shares(retained=0.2))
     names = [PUBLIC, *(f"k{number}" for number in range(15)), "k1/salt", "k2/salt"]
     running: list[Lease] = []
     now, num_evicted = 0.0, 0

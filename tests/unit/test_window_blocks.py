@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from radix_cache import BudgetError, Lease, MissReason, PrefixCache
+from radix_cache import BudgetError, Lease, MissReason, PrefixCache, Shares
 from radix_cache.window_blocks import AT_END, INSIDE, RETAINED, blocks_before, least_window_blocks
 from tests.support.cache_invariants import check_invariants, evict_all
 
@@ -214,7 +214,7 @@ class World:
     def __init__(self, random: Random, num_blocks: int, num_window_blocks: int) -> None:
         self.random = random
         self.cache = PrefixCache(
-            num_blocks, SIZE, retention_share=1.0, num_window_blocks=num_window_blocks, window=WINDOW
+            num_blocks, SIZE, shares=Shares(retained=1.0), num_window_blocks=num_window_blocks, window=WINDOW
         )
         self.running: list[Running] = []
         self.queue: dict[Prefix, tuple[int, int]] = {}

@@ -94,6 +94,8 @@ class KvEvents(Part):
         self._caches = caches
         self._publisher = publisher
         self._behind: set[int] = set()
+        for cache in caches:
+            cache.facts.begin()
 
     @property
     def sources(self) -> list[dict[str, Any]]:
