@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from moeserve.kv_transfer import KvTicket
 from moeserve.thoughts import ThoughtBudget
-from radix_cache import Lease, Miss, Room, Snapshot
+from radix_cache import Lease, Room
 
 
 class FinishReason(StrEnum):
@@ -151,29 +151,10 @@ class PromptProgress(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class RequestState:
-    """The recurrent state of a request that has a slot, as `moeserve.scheduling.request_states` plans it.
-
-    `is_fresh`: no plan has used the slot yet, so the first plan loads the lease's snapshot, if there is one. `wanted`:
-    the positions at which to save, in order. `saving`: the positions of saves in flight. `above`: the last position at
-    which the request found or saved a snapshot. `resumed`: the snapshot from which it continued, until it has saved one
-    itself. `rolling`: the last snapshot saved while decoding. `lost_until`: the tokens before this position have been
-    computed, but the state behind them is lost, because a wrong draft went into it; they are computed once more.
-    """
-
-    slot: int
-    above: int
-    wanted: list[int]
-    saving: list[int] = field(default_factory=list)
-    is_fresh: bool = True
-    resumed: Snapshot | None = None
-    rolling: Snapshot | None = None
-    lost_until: int = 0
-
-
-@dataclass(eq=False, slots=True)
 class Request:
     """One request inside the scheduler, which alone mutates it. Parts keep what they know of it beside it.
+
+    What each step reads of every request is a field: a look-up by id would slow large steps down.
 
     "Prefill" and "decode" are not states: `num_computed_tokens` catches up with `len(token_ids)`, and a prefix hit, a
     chunk or a preemption only changes that number.
@@ -196,7 +177,6 @@ class Request:
     num_prompt_logprobs: int = 0  # that were reported, also over preemptions and lives of the engine
     rank: int = 0
     lease: Lease | None = None  # on `rank`; None while the request waits
-    state: RequestState | None = None  # with the lease, if the model has recurrent states
     prefix_names: list[bytes] = field(default_factory=list)  # of its first blocks in the lower tier, as far as known
     no_room: Room | None = None  # what there was when it last could not run for lack of room
     finished: bool = False  # it has ended; a plan may name it still
@@ -204,7 +184,6 @@ class Request:
     yields: bool = False  # it must leave its place as soon as no plan in flight names it
     terms: Terms = DEFAULT_TERMS
     asked: Asked = NOTHING_ASKED
-    miss: Miss | None = None  # why the match of the prompt ended, until an output carries it
     arrived_at: float = 0.0  # on the scheduler's clock
     resumes: bool = False  # an earlier life of the engine had it, so it comes before all that came since
     is_always_plain: bool = field(init=False)  # see `is_plain`
@@ -227,12 +206,6 @@ class Request:
         return self.lease
 
     @property
-    def held_state(self) -> RequestState:
-        """The recurrent state of a request that has one."""
-        assert self.state is not None
-        return self.state
-
-    @property
     def is_in_flight(self) -> bool:
         """True if a plan in flight names the request."""
         return self.num_scheduled_tokens > 0
@@ -246,11 +219,6 @@ class Request:
     def num_pending_tokens(self) -> int:
         """The number of known tokens that no plan computes yet."""
         return len(self.token_ids) - self.num_computed_tokens - self.num_scheduled_tokens
-
-    @property
-    def num_lost_tokens(self) -> int:
-        """The number of pending tokens that were computed before, and lost with the recurrent state."""
-        return 0 if self.state is None else max(0, self.state.lost_until - self.num_planned_tokens)
 
     @property
     def num_output_tokens(self) -> int:

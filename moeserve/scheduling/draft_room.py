@@ -36,8 +36,10 @@ class DraftRoom:
             ):
                 own.append(request)
                 continue
-            if self.may_go_on(request) and 0 <= request.num_pending_tokens - request.num_lost_tokens <= 1:
-                own.append(request)
+            if self.may_go_on(request):
+                num_lost = self.memories[request.rank].num_lost_tokens(request)
+                if 0 <= request.num_pending_tokens - num_lost <= 1:
+                    own.append(request)
         return decodes
 
     def of_rank(self, rank: int, requests: Sequence[Request], num_guessed: Sequence[int]) -> list[int]:

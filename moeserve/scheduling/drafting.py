@@ -90,13 +90,15 @@ class _Known:
 
 class _Asked(NamedTuple):
     """The requests of a rank that have drafts. rooms: the number of drafts that each may have. size: of the rank's step
-    without drafts. most: the number of drafts in all, not negative."""
+    without drafts. most: the number of drafts in all, not negative. has_states: whether a wrong draft costs a recurrent
+    state, so that tokens are computed again."""
 
     requests: Sequence[Request]
     known: Sequence[_Known]
     rooms: Sequence[int]
     size: StepSize
     most: int
+    has_states: bool
 
 
 class Drafting(Drafts):
@@ -215,7 +217,8 @@ class Drafting(Drafts):
             if not known:
                 continue
             # Only tokens lost with a state make a decode's chunk more than one row.
-            if own[0].state is None:
+            has_states = room.memories[rank].has_states
+            if not has_states:
                 rows, attended = len(own), sum([len(request.token_ids) for request in own])
             else:
                 counts = list(map(_num_rows, own))
@@ -227,7 +230,8 @@ class Drafting(Drafts):
             if rows == len(own) and not self._may_pay(rows, most, size):
                 continue
             guessed = [request for request in own if self.of(request)]
-            asked.append(_Asked(guessed, known, room.of_rank(rank, guessed, num_guessed), size, most))
+            rooms = room.of_rank(rank, guessed, num_guessed)
+            asked.append(_Asked(guessed, known, rooms, size, most, has_states))
         drafts: dict[str, array[int]] = {}
         for each, lengths in zip(asked, self._lengths(asked), strict=True):
             drafts |= {
@@ -272,7 +276,7 @@ class Drafting(Drafts):
         requests, size, cost = asked.requests, asked.size, self._cost
         attended = size.attended / max(1, size.rows)
         lost, num_again = None, 0
-        if requests[0].state is not None:
+        if asked.has_states:
             num_rows = list(map(_num_rows, requests))
             lost, num_again = _lost_rows(chances, num_rows), sum(num_rows) - len(num_rows)
         return best_lengths(

@@ -29,6 +29,7 @@ class RequestMemory:
         # Whether a chunk needs nothing here but slots for its tokens. Asked first: most models need no more, and the
         # cost of a large step grows with the number of its requests.
         self.needs_slots_alone = not states.are_needed and not cache.windows.num_blocks
+        self.has_states = states.are_needed
 
     def num_available_blocks(self, request: Request, *, sparing: bool, enough: int | None = None) -> int:
         """Count the blocks that the request could get now. See `grow` for `sparing`.
@@ -105,6 +106,10 @@ class RequestMemory:
         positions += [*request.asked.cache.borders, *(num_tokens for num_tokens, _ in request.asked.cache.retentions)]
         for position in positions:
             self._cache.windows.expect(lease, position)
+
+    def num_lost_tokens(self, request: Request) -> int:
+        """Count the request's pending tokens that were computed before, and lost with its recurrent state."""
+        return self._states.num_lost_tokens(request) if self.has_states else 0
 
     def has_slot(self, request: Request) -> bool:
         """Return whether a request with a lease has a state slot, or needs none."""
@@ -262,7 +267,7 @@ class RequestMemory:
         end = lease.num_published_tokens + self.block_size
         if not lease.use_cache or end >= len(tokens):
             return False
-        awaits = self._waits_for_snapshot if self._states.are_needed else self._is_computed_by
+        awaits = self._waits_for_snapshot if self.has_states else self._is_computed_by
         alike = chain.from_iterable(step.that_begin_with(tokens[:end], request.namespace) for step in steps)
         return any(other is not request and awaits(request, other) for other in alike)
 
@@ -270,7 +275,7 @@ class RequestMemory:
         """Return the tokens with which any longer prompt of the namespace awaits what `request` awaits."""
         lease = request.held
         # Two requests that wait for a snapshot may want different ones, unless their prompts are equal.
-        end = len(request.token_ids) - 1 if self._states.are_needed else lease.num_published_tokens + self.block_size
+        end = len(request.token_ids) - 1 if self.has_states else lease.num_published_tokens + self.block_size
         return request.token_ids[:end]
 
     def _waits_for_snapshot(self, request: Request, other: Request) -> bool:

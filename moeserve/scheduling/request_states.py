@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
-from moeserve.plan import Chunk, Request, RequestState, StateUse
-from radix_cache import PrefixCache
+from moeserve.plan import Chunk, Request, StateUse
+from radix_cache import PrefixCache, Snapshot
 
 # A snapshot costs a copy and, in a prompt, a step that ends early: about as much as computing this many tokens.
 MIN_GAIN_TOKENS = 32
@@ -67,6 +67,27 @@ class StatePolicy:
     foresees: bool = True
 
 
+@dataclass(eq=False, slots=True)
+class _State:
+    """The recurrent state of a request that has a slot.
+
+    `is_fresh`: no plan has used the slot yet, so the first plan loads the lease's snapshot, if there is one. `wanted`:
+    the positions at which to save, in order. `saving`: the positions of saves in flight. `above`: the last position at
+    which the request found or saved a snapshot. `resumed`: the snapshot from which it continued, until it has saved one
+    itself. `rolling`: the last snapshot saved while decoding. `lost_until`: the tokens before this position have been
+    computed, but the state behind them is lost, because a wrong draft went into it; they are computed once more.
+    """
+
+    slot: int
+    above: int
+    wanted: list[int]
+    saving: list[int] = field(default_factory=list)
+    is_fresh: bool = True
+    resumed: Snapshot | None = None
+    rolling: Snapshot | None = None
+    lost_until: int = 0
+
+
 class NoStates:
     """The recurrent states of requests where no layer is recurrent: none is needed."""
 
@@ -86,6 +107,10 @@ class NoStates:
     def has_slot(self, request: Request) -> bool:
         """Return whether a request with a lease has a slot, or needs none."""
         return True
+
+    def num_lost_tokens(self, request: Request) -> int:
+        """Count the request's pending tokens that were computed before, and lost with the state."""
+        return 0
 
     def find_positions(self, request: Request) -> None:
         """Choose the positions at which the request saves, after its lease has found a prefix or a longer one."""
@@ -147,22 +172,25 @@ class RequestStates(NoStates):
         self._decode_interval = max(1, policy.decode_interval // cache.block_size) * cache.block_size
         self._prompt_interval = max(1, policy.prompt_interval // cache.block_size) * cache.block_size
         self._free = list(range(policy.num_slots - 1, -1, -1))
+        self._states: dict[Request, _State] = {}  # of the requests that have a slot
 
     def enter(self, request: Request) -> None:
         if self._free:
-            request.state = RequestState(self._free.pop(), 0, [])
+            self._states[request] = _State(self._free.pop(), 0, [])
             self.find_positions(request)
 
     def leave(self, request: Request) -> None:
-        if request.state is not None:
-            self._free.append(request.state.slot)
-            request.state = None
+        if (state := self._states.pop(request, None)) is not None:
+            self._free.append(state.slot)
 
     def has_slot(self, request: Request) -> bool:
-        return request.state is not None
+        return request in self._states
+
+    def num_lost_tokens(self, request: Request) -> int:
+        return max(0, self._of(request).lost_until - request.num_planned_tokens)
 
     def find_positions(self, request: Request) -> None:
-        lease, state, size = request.held, request.held_state, self._block_size
+        lease, state, size = request.held, self._of(request), self._block_size
         state.is_fresh = True
         state.above = lease.num_published_tokens
         if not self._cache.states.are_kept:
@@ -174,7 +202,7 @@ class RequestStates(NoStates):
         state.wanted = self._policy.choose(state.above, lease.num_known_tokens, marks, last, self._min_gain)
 
     def cut(self, request: Request, count: int) -> int:
-        state = request.held_state
+        state = self._of(request)
         start = request.num_planned_tokens
         return next((min(count, position - start) for position in state.wanted if position > start), count)
 
@@ -188,11 +216,11 @@ class RequestStates(NoStates):
         None goes beyond the next boundary at which a request that decodes may save. So a request computes no more than
         the tokens between two of these once more, however many of its drafts are wrong.
         """
-        state = request.held_state
+        state = self._of(request)
         return 0 if state.is_fresh else -len(request.token_ids) % self._decode_interval
 
     def use(self, request: Request, count: int, num_drafts: int) -> StateUse:
-        lease, state = request.held, request.held_state
+        lease, state = request.held, self._of(request)
         use = StateUse(state.slot)
         if num_drafts:
             use = StateUse(self._free.pop(), load=state.slot)
@@ -212,7 +240,7 @@ class RequestStates(NoStates):
         return use
 
     def commit(self, request: Request, chunk: Chunk, *, keep: bool) -> None:
-        lease, state, use = request.held, request.held_state, chunk.state
+        lease, state, use = request.held, self._of(request), chunk.state
         assert use is not None
         if chunk.num_drafts:
             self._settle(request, state, use, all_right=keep)
@@ -236,7 +264,7 @@ class RequestStates(NoStates):
             is_own = snapshot is not None and snapshot.row == use.save
             state.rolling = snapshot if is_own else None
 
-    def _settle(self, request: Request, state: RequestState, use: StateUse, *, all_right: bool) -> None:
+    def _settle(self, request: Request, state: _State, use: StateUse, *, all_right: bool) -> None:
         """Go on in the slot with the drafts of a committed chunk if they were all right, else in the one before."""
         if all_right:
             self._free.append(state.slot)
@@ -246,7 +274,7 @@ class RequestStates(NoStates):
             state.lost_until = len(request.token_ids) - 1 - request.num_forced_tokens
 
     def want(self, request: Request, position: int) -> int:
-        state = request.state
+        state = self._states.get(request)
         if state is None or not self._cache.states.are_kept:
             return 0
         best = max((p for p in (*state.saving, *state.wanted) if p <= position), default=0)
@@ -267,7 +295,10 @@ class RequestStates(NoStates):
         if num_held or num_written:
             raise AssertionError(f"idle, but {num_held} slots are held and {num_written} snapshots being written")
 
-    def _is_wanted(self, request: Request, state: RequestState, end: int) -> bool:
+    def _of(self, request: Request) -> _State:
+        return self._states[request]
+
+    def _is_wanted(self, request: Request, state: _State, end: int) -> bool:
         if end < len(request.token_ids):
             return end in state.wanted
         return end % self._decode_interval == 0 and end - state.above >= self._min_gain

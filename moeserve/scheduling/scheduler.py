@@ -36,7 +36,7 @@ from moeserve.scheduling.running import Running
 from moeserve.scheduling.sampled_tokens import append_sampled
 from moeserve.scheduling.sharing import Sharing
 from moeserve.scheduling.waiting_room import FORESEEN, WaitingRoom
-from radix_cache import PrefixCache
+from radix_cache import Miss, PrefixCache
 
 # A round of admissions ends once this number of prompts was found to wait for other prompts, each for another one.
 _MAX_FOLLOWERS_TRIED = 64
@@ -102,6 +102,7 @@ class Scheduler:
         self._chunks = Chunks(self._memories, self._running, self._tenants, self._parts)
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
+        self._misses: dict[str, Miss] = {}  # by request id, until an output tells why the match of its prompt ended
         self._num_arrivals = 0
         self._num_tried = 0
         self._step = 0
@@ -259,7 +260,8 @@ class Scheduler:
                 continue
             num_pending = request.num_pending_tokens
             if num_pending > 1:
-                is_prompt = num_pending - request.num_lost_tokens > 1 + request.num_forced_tokens
+                num_lost = self._memories[request.rank].num_lost_tokens(request)
+                is_prompt = num_pending - num_lost > 1 + request.num_forced_tokens
                 (prompts if is_prompt else closings).append(request)
             elif num_pending == 1:
                 self._chunks.plan_known(request, drafts.get(request.request_id, NO_DRAFTS), draft)
@@ -342,8 +344,8 @@ class Scheduler:
         """Complete the outputs of a chunk, and end its request if the last one says so."""
         last = outputs[-1]
         self.counters.generation_tokens += sum([output.num_tokens for output in outputs])
-        if request.miss is not None:
-            outputs[0].miss, request.miss = request.miss, None
+        if self._misses:
+            outputs[0].miss = self._misses.pop(request.request_id, None)
         if last.finish_reason is not None:
             self._end(last)
 
@@ -528,8 +530,9 @@ class Scheduler:
         if not request.asked.cache.report:
             return
         # A match after tokens that the request computed itself says nothing about its prompt.
-        if (num_tokens or request.miss is None) and request.num_cached_tokens == request.num_computed_tokens:
-            request.miss = memory.explain(request)
+        is_new = num_tokens > 0 or request.request_id not in self._misses
+        if is_new and request.num_cached_tokens == request.num_computed_tokens:
+            self._misses[request.request_id] = memory.explain(request)
 
     def _publish(self, request: Request) -> None:
         """Publish the request's full blocks, and free the duplicates once no plan names them."""
@@ -546,6 +549,7 @@ class Scheduler:
         request, reason = output.request, output.finish_reason
         assert reason is not None
         del self._requests[request.request_id]
+        self._misses.pop(request.request_id, None)
         self._tenants.leave(request)
         request.finished, request.failed = True, output.error is not None
         self._pace.count_end(request, reason)

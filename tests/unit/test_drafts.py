@@ -167,7 +167,7 @@ def test_a_draft_leaves_the_last_free_state_to_a_request_that_waits() -> None:
     assert any(chunk.num_drafts for plan in simulation.plans for chunk in plan.chunks)
     late = simulation.add("late", [7] * 5, SamplingParams(max_tokens=60))
     simulation.step()
-    assert late.request.state is not None
+    assert late.request.lease is not None
     simulation.run_and_check()
 
 
