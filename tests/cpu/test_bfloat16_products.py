@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.token_engine import Completion, TokenEngine
 from kernels.activation import Activation
 from kernels.cpu.experts import PanelLayout
-from kernels.cpu.library import native_kernels
+from kernels.cpu.library import NativeKernels, native_kernels
 from kernels.linear import pack_linear
 from kernels.moe import moe_experts_reference
 from kernels.packed_experts import ExpertShape, PackedExperts
@@ -22,6 +24,7 @@ from moeserve.config import ServeConfig
 from moeserve.engine.assemble import arithmetic_of
 from moeserve.engine.memory_plan import plan_model, read_spec, rounding_of, weights_bytes
 from moeserve.model.checkpoint import read_index
+from moeserve.plan import SamplingParams
 from tests.support.llm_prompts import (
     BASE,
     PROMPTS,
@@ -195,6 +198,51 @@ def test_requests_preempted_beside_products_of_bfloat16_end_with_the_same_bits(
 ) -> None:
     llm = small_engine(model_dir, 24, max_num_seqs=8, max_num_batched_tokens=16, dtype="bfloat16")
     assert_same(llm.generate(PROMPTS, SAMPLINGS), alone)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch, and the functions of the compiled kernels, that are called meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        for name in NativeKernels.__annotations__:
+            monkeypatch.setattr(NATIVE, name, self._counted(name, getattr(NATIVE, name)))
+
+    def _counted(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            self.found[name] += 1
+            return function(*arguments)
+
+        return call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# Prompts, their tokens, and the tokens of each answer.
+LOADS = {"a prompt": (1, 150, 1), "a stream": (1, 5, 12), "streams": (24, 3, 6)}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_no_load_takes_an_operation_in_bfloat16_that_it_does_not_take_in_float32(
+    load: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, length, tokens = LOADS[load]
+    prompts = [[1 + (number + place) % 100 for place in range(length)] for number in range(count)]
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        with monkeypatch.context() as patches:
+            operations = Operations(patches)
+            config = replace(BASE, dtype=dtype, enable_prefix_caching=False, speculative_config="none")
+            engine = TokenEngine(model_dir, config)
+            operations.found.clear()
+            with operations:
+                engine.generate(prompts, SamplingParams(tokens, temperature=0.0))
+            found[dtype] = operations.found
+    assert found["bfloat16"] - found["float32"] == Counter()
+    assert found["float32"].total() > 0
 
 
 def test_weights_of_a_checkpoint_in_float32_take_half_the_memory(tmp_path: Path) -> None:
