@@ -17,7 +17,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.dialects.responses_items import Named
 from moeserve.frontend.jobs.jobs import Jobs
-from moeserve.frontend.jobs.runner import pack_entries
+from moeserve.frontend.jobs.journal import pack_entries
 from moeserve.frontend.keys import KeyRing
 from moeserve.frontend.listing import Page
 from moeserve.frontend.store import idempotency, jobs, responses

@@ -15,10 +15,12 @@ import zmq.asyncio
 
 from moeserve import forever, wire
 from moeserve.frontend.errors import ApiError
+from moeserve.frontend.exchange import Entry
+from moeserve.frontend.jobs import journal as journals
 from moeserve.frontend.jobs import runner
 from moeserve.frontend.jobs.batch_runner import Batches
 from moeserve.frontend.jobs.jobs import Jobs
-from moeserve.frontend.jobs.runner import Journal
+from moeserve.frontend.jobs.journal import Journal
 from moeserve.frontend.keys import KeyRing
 from moeserve.frontend.relay.engine_client import EngineLink
 from moeserve.frontend.store import jobs
@@ -78,7 +80,7 @@ def services(**more: Any) -> Any:
     return SimpleNamespace(run=run, engine=engine, is_draining=False, **more)
 
 
-def entries() -> list[runner.Entry]:
+def entries() -> list[Entry]:
     return [None]
 
 
@@ -95,7 +97,7 @@ def test_an_append_that_fails_gets_its_error_and_the_next_one_is_written(
         await store.write(b"", partial(create, job_id="a", owner="me"))
         journal = Journal(store, "me")
         journal.start()
-        fail_once(monkeypatch, runner if place == "pack_entries" else jobs, place, error)
+        fail_once(monkeypatch, journals if place == "pack_entries" else jobs, place, error)
         with pytest.raises(type(error)):
             await asyncio.wait_for(journal.append("a", entries()), 60)
         await asyncio.wait_for(journal.append("a", entries()), 60)
@@ -188,7 +190,7 @@ def test_a_follower_hears_of_news_after_a_look_at_the_file_that_failed(
         followed = following.follow(StoredJob("a", b"", b"record"))
         first = asyncio.ensure_future(anext(followed))
         await asyncio.wait_for(has_gone_on.wait(), 60)
-        row = {"a": runner.pack_entries(entries())}
+        row = {"a": journals.pack_entries(entries())}
         await store.write(b"", partial(jobs.append, owner="other", entries=row))
         assert await asyncio.wait_for(first, 60) == [None]
         await followed.aclose()

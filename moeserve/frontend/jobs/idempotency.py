@@ -65,7 +65,7 @@ class KeyedAnswers:
     def begin(self, caller: bytes, name: Name, work: Work, places: ExitStack) -> AsyncGenerator[Piece]:
         """Begin an answer and return it, or the one that is computed for the key. Raise ApiError (422).
 
-        places: what the work holds, closed at its end, or here.
+        places: of admission and memory, closed at the end of the work, or here.
         """
         with places:
             running = self._find_running(caller, name)

@@ -21,16 +21,16 @@ from moeserve.frontend.exchange import DeltaWriter, Entry
 from moeserve.frontend.held import Hold
 from moeserve.frontend.http import RESUMED, STREAM_HEADERS, Piece
 from moeserve.frontend.jobs.idempotency import gone
-from moeserve.frontend.jobs.runner import (
+from moeserve.frontend.jobs.journal import (
     JobRecord,
     Journal,
     Replay,
-    Runner,
     formatter_of,
     unpack_entries,
     unpack_failure,
     unpack_record,
 )
+from moeserve.frontend.jobs.runner import Runner
 from moeserve.frontend.prepare.text_messages import Prepared, pack_reply
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
@@ -194,7 +194,7 @@ class JobView:
     """One client's view of one job."""
 
     def __init__(self, services: Services, jobs: Jobs, job: StoredJob, hold: Hold) -> None:
-        """hold: counts what is held to show the job. Raise ApiError (503) where that is too much."""
+        """hold: counts the bytes that showing the job takes. Raise ApiError (503) where these are too many."""
         hold.grow(len(job.record))
         self._hold = hold
         self._record, self._prepared = unpack_record(job.record)

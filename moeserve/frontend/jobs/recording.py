@@ -40,7 +40,7 @@ class Recording:
 
     @property
     def body(self) -> bytes:
-        """The body of an answer that is kept, all of which has been sent."""
+        """The body of a kept answer, once all of it has been sent."""
         return b"".join([*self._parts, self._last])
 
     async def send(self, message: Message) -> None:

@@ -23,7 +23,7 @@ _ROWS_AT_ONCE = 64  # rows of a journal in one read, which the event loop shows 
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """A job as the store has it. record: `moeserve.frontend.jobs.runner.JobRecord`."""
+    """A job as the store has it. record: `moeserve.frontend.jobs.journal.JobRecord`."""
 
     job_id: str
     caller: bytes
@@ -184,7 +184,7 @@ def open_of(shelf: Shelf, owner: str) -> set[str]:
 
 
 def adopt(shelf: Shelf, dead: Collection[str], left: Collection[str], owner: str) -> list[OpenJob]:
-    """Give `owner` all open jobs of dead owners, and those of its own that it has `left`; return them, oldest first."""
+    """Give `owner` all open jobs of dead owners, and its own jobs that it has `left`; return them, oldest first."""
     job_ids = [job_id for other in dead for job_id in open_of(shelf, other)] + [*left]
     for job_id in job_ids:
         shelf.db.execute("UPDATE jobs SET owner = ?, tries = tries + 1 WHERE id = ?", (owner, job_id))
