@@ -101,39 +101,38 @@ def ready_banner(
     disk: where and how much KV is kept on disk.
     """
     tokens = ready.num_blocks * ready.block_size
-    lines = [
-        f"moeserve is ready on {url}",
-        "",
-        _curl_line(url, model, needs_key=needs_key),
-        "",
-        *([f"  demo     {SENTENCE}"] if is_demo else []),
-        *([] if ready.model is None else [f"  model    {ready.model}"]),
-        f"  device   {ready.device}, {ready.arithmetic or ready.dtype}",
-        f"  weights  {show_size(ready.weights_bytes)}",
-        f"  KV       {show_size(ready.kv_bytes)} = {tokens:,} tokens in {ready.num_blocks:,} blocks",
-        f"  context  {_context(ready)}",
-    ]
-    if ready.num_window_blocks:
-        blocks = f"{ready.num_window_blocks:,} blocks"
-        lines.insert(-1, f"  windows  {blocks} of the KV for layers that see the last {ready.window:,} tokens")
-    if ready.state_row_bytes:
-        rows = ready.num_state_slots + ready.num_snapshots
-        lines.insert(
-            -1,
-            f"  states   {show_size(rows * ready.state_row_bytes)} = {ready.num_state_slots} requests at once and "
-            f"{ready.num_snapshots} snapshots of prefixes, {show_size(ready.state_row_bytes)} each",
-        )
-    if disk is not None:
-        lines.append(f"  disk     {disk}")
-    if (answers := _answers(ready)) is not None:
-        lines.append(f"  answers  {answers}")
-    if ready.kernels is not None:
-        lines.append(f"  kernels  {ready.kernels}")
-    if ready.no_compiled_kernels is not None:
-        lines.append(f"  kernels  torch, several times slower than compiled ones. {ready.no_compiled_kernels}")
-    if gpus and not ready.device.startswith("cuda"):
-        lines.append(f"  GPU      {gpus[0]} found, not used")
-    return "\n".join(lines)
+    absence = ready.no_compiled_kernels
+    rows = (
+        ("demo", SENTENCE if is_demo else None),
+        ("model", ready.model),
+        ("device", f"{ready.device}, {ready.arithmetic or ready.dtype}"),
+        ("weights", show_size(ready.weights_bytes)),
+        ("KV", f"{show_size(ready.kv_bytes)} = {tokens:,} tokens in {ready.num_blocks:,} blocks"),
+        ("windows", _windows(ready)),
+        ("states", _states(ready)),
+        ("context", _context(ready)),
+        ("disk", disk),
+        ("answers", _answers(ready)),
+        ("kernels", ready.kernels),
+        ("kernels", absence and f"torch, several times slower than compiled ones. {absence}"),
+        ("GPU", f"{gpus[0]} found, not used" if gpus and not ready.device.startswith("cuda") else None),
+    )
+    head = [f"moeserve is ready on {url}", "", _curl_line(url, model, needs_key=needs_key), ""]
+    return "\n".join([*head, *(f"  {name:<8} {text}" for name, text in rows if text is not None)])
+
+
+def _windows(ready: Ready) -> str | None:
+    if not ready.num_window_blocks:
+        return None
+    return f"{ready.num_window_blocks:,} blocks of the KV for layers that see the last {ready.window:,} tokens"
+
+
+def _states(ready: Ready) -> str | None:
+    if not ready.state_row_bytes:
+        return None
+    size, each = ready.state_row_bytes * (ready.num_state_slots + ready.num_snapshots), show_size(ready.state_row_bytes)
+    counts = f"{ready.num_state_slots} requests at once and {ready.num_snapshots} snapshots of prefixes"
+    return f"{show_size(size)} = {counts}, {each} each"
 
 
 def _context(ready: Ready) -> str:

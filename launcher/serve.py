@@ -118,7 +118,7 @@ def run_first_node(
         say(errors, "Notice", sentence)
     with open_listener(config.host, config.port) as listener:
         address = reachable_address(listener)
-        progress = ProgressDisplay(errors)
+        progress = progress_display(config, errors)
         with closing(progress):
             model_dir = resolve(config, progress.update)
             check_shares(model_dir, config)
@@ -168,7 +168,7 @@ def _run_other_node(config: ServeConfig, errors: Console) -> int:
     per_node = config.num_ranks_here
     first = config.node_rank * per_node
     who = f"Node {config.node_rank} of {config.nnodes}, ranks {first} to {first + per_node - 1}"
-    with closing(ProgressDisplay(errors)) as progress:
+    with closing(progress_display(config, errors)) as progress:
         model_dir = resolve(config, progress.update)
     with run_directory(os.environ) as directory:
         context = replace(make_context(config, model_dir, directory, meets_in_store=True), incarnation=0)
@@ -196,6 +196,11 @@ def _error_console() -> Console:
     stream = LogStream(sys.stderr.fileno())
     atexit.register(stream.drain)
     return Console(file=cast("TextIO", stream), soft_wrap=True)
+
+
+def progress_display(config: ServeConfig, errors: Console) -> ProgressDisplay:
+    """Return the display of what is loaded: silent where the user wants lines of JSON on standard error."""
+    return ProgressDisplay(Console(quiet=True, force_terminal=False) if config.log_format == "json" else errors)
 
 
 def _listeners(context: RunContext, base_url: str, progress: ProgressDisplay, errors: Console) -> Listeners:

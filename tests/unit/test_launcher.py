@@ -23,7 +23,7 @@ from launcher.console import ProgressDisplay, ready_banner
 from launcher.preflight import LaunchError, gpu_names, is_loopback, open_listener, reachable_address, url, usable_cores
 from launcher.processes import child_environment, computing_environment, decode_status
 from launcher.run_directory import hash_model, remove_stale, run_directory
-from launcher.serve import notify_systemd, pat_watchdog
+from launcher.serve import notify_systemd, pat_watchdog, progress_display
 from moeserve.config import ServeConfig
 from moeserve.statuses import Failed, Loading, Ready
 from tests.support.service import descendants, read_of_process, wait_until
@@ -49,6 +49,17 @@ def test_progress_keeps_to_one_line_of_a_terminal():
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[?\d]*[a-zA-Z]", "", written.getvalue()).splitlines()]
     assert "700 MiB/766 MiB" in lines[-1]
     assert all(re.fullmatch(r"(read|loading) .*\d:\d\d:\d\d|", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("log_format", "shown"), [("auto", "loading weights\n"), ("console", "loading weights\n"), ("json", "")]
+)
+def test_no_line_of_progress_stands_among_lines_of_json(log_format, shown):
+    written = io.StringIO()
+    display = progress_display(ServeConfig(log_format=log_format), Console(file=written))
+    display.update("loading weights", 1, 2)
+    display.close()
+    assert written.getvalue() == shown
 
 
 @pytest.mark.parametrize(
