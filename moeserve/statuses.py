@@ -90,3 +90,8 @@ class Ended(msgspec.Struct, tag_field="event", tag="ended"):
 Status = Loading | Ready | Computing | Failed | Met | Forked | Ended
 # Sends a status to the supervisor.
 Report = Callable[[Status], None]
+
+
+def progress_to(report: Report) -> Callable[[str, int, int], None]:
+    """Return a function that reports a stage of loading, its bytes so far and all of its bytes."""
+    return lambda stage, done, total: report(Loading(done, total, stage))

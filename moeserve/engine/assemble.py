@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,25 +32,26 @@ from moeserve.engine.experts.memory import open_experts
 from moeserve.engine.experts.observe import SentCounter
 from moeserve.engine.experts.prefetch import find_fitted_gates, start_prefetching
 from moeserve.engine.experts.resident_model import ResidentModel, experts_of, in_mib
-from moeserve.engine.memory_plan import ModelPlan, cpu_kv_dtype, no_experts, owned_experts, state_demand
+from moeserve.engine.memory_plan import ModelPlan, cpu_kv_dtype, state_demand
 from moeserve.engine.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, StepProgress
 from moeserve.engine.ranks.partners import FirstRanksRows, OwnExperts, RankPartners
 from moeserve.engine.ranks.pipe import Pipe
 from moeserve.engine.ranks.together import GroupSteps, ShapeChoice
+from moeserve.engine.weight_bytes import no_experts, owned_experts
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import StepDecoder
 from moeserve.model.expert_store import stored_experts
 from moeserve.model.expert_weights import LayerExperts, Rereader
-from moeserve.model.generation import load_generation_defaults
-from moeserve.model.spec import NO_NUMBERS, CheckpointError, DecoderSpec, ModelSpec
+from moeserve.model.generation import GenerationDefaults, load_generation_defaults
+from moeserve.model.spec import NO_NUMBERS, CheckpointError, DecoderSpec
 from moeserve.model.spec import Progress as StageProgress
 from moeserve.model.stages import stages_of
 from moeserve.model.tensor_reader import Progress
-from moeserve.model.weights import DispatchOf, load_decoder
+from moeserve.model.weights import DispatchOf, PackedLayer, load_decoder
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
 from moeserve.scheduling.steps import Runner
 from moeserve.settings.generation import parse_generation
-from moeserve.statuses import Loading, Report
+from moeserve.statuses import Report, progress_to
 
 if TYPE_CHECKING:
     # Both import torch.distributed and deepspeed, which a single rank does not need.
@@ -56,7 +59,7 @@ if TYPE_CHECKING:
     from experts.parallel.dispatch import Compute
     from moeserve.model.gpu.model import GpuSettings  # It loads Triton.
 
-# The tokens of the first prompt, if a block holds as many.
+# The tokens of the first prompt, unless a block holds fewer.
 _PROMPT_TOKENS = 4
 
 log = structlog.get_logger(__name__)
@@ -117,53 +120,73 @@ def load_rank(
     The resident experts and the decoder get one list of observers, which `LoadedRank.start` completes before the first
     step: the prefetcher is an observer and needs both, so it can only be made after them.
     """
-    spec = plan.spec
     if config.threads:
         torch.set_num_threads(config.threads)
-    owned = pipe = partners = peers = None
-    on_cpu = plan.device == "cpu"
-    if collectives is not None and plan.placement is not None:
-        peers = collectives.part_of(plan.placement.num_ranks)
-        owned = owned_experts(spec, plan.placement, peers.rank)
-    if collectives is not None and plan.layers:
-        assert isinstance(spec, DecoderSpec)
-        max_rows = 0 if on_cpu else step_budget(config, plan.device)
-        pipe = Pipe(collectives, stages_of(plan.layers), spec, plan.dtype, max_rows=max_rows)
-    if collectives is not None and config.tensor_parallel_size > 1:
-        assert isinstance(spec, DecoderSpec)
-        others = collectives.part_of(config.tensor_parallel_size)
-        partners = RankPartners(others, spec, spec if pipe is None else pipe.part, is_open=on_cpu)
+    spec, share = plan.spec, _share(plan, config, collectives)
     observers: list[AnyObserver] = []
-    body = _open_body(directory, plan, config, report, observers, owned, collectives, num_packers, pipe, partners)
+    body: Body
+    if plan.device == "cpu":
+        body = _open_cpu_body(directory, plan, config, report, observers, share, num_packers)
+    else:
+        body = _open_gpu_body(directory, plan, config, report, observers, share)
     tap = None
     if spec.moe is not None and config.record_experts:
-        tap = RoutingTap(len((spec if pipe is None else pipe.part).moe_layers), spec.moe.num_experts)
+        tap = RoutingTap(len((spec if share.pipe is None else share.pipe.part).moe_layers), spec.moe.num_experts)
         observers.append(tap)
     group = None
-    if peers is not None and (partners is None or config.expert_parallel_size > 1):
-        group = _make_group(config, plan, body, peers)
+    if share.peers is not None and (share.partners is None or config.expert_parallel_size > 1):
+        group = _make_group(config, plan, body, share.peers)
     kept: KeptExperts | None = None
-    native: dict[str, Any] = {"rounding": plan.rounding}
-    if isinstance(spec, DecoderSpec):
-        if config.expert_store_dir is not None and config.expert_memory is None:
-            kept = keep_experts(directory, spec, plan.dtype, plan.rounding, config, report)
-        native |= {"forgets_files": plan.forgets_files, "border": pipe, "partners": partners}
-    layer_of = None if kept is None else kept.layer_of
-    if layer_of is not None:
-        native["packed_experts"] = layer_of
+    if isinstance(spec, DecoderSpec) and config.expert_store_dir is not None and config.expert_memory is None:
+        kept = keep_experts(directory, spec, plan.dtype, plan.rounding, config, report)
+    packed_experts = None if kept is None else kept.layer_of
     decoder = _load_decoder(
         directory,
-        spec,
-        **native,
-        dtype=plan.dtype,
+        plan,
+        share,
+        packed_experts,
         ops=body.ops,
         max_model_len=plan.kv.max_model_len or config.max_model_len,
-        owned_experts=owned if body.resident is None and layer_of is None else no_experts,
-        dispatch_of=_dispatch_of(plan, body, group, partners),
+        owned_experts=share.owned if body.resident is None and packed_experts is None else no_experts,
+        dispatch_of=_dispatch_of(plan, body, group, share.partners),
         observers=observers,
         progress=_progress(plan, report),
     )
-    return LoadedRank(directory, plan, config, body, decoder, observers, tap, collectives, group, owned, kept)
+    return LoadedRank(directory, plan, config, body, decoder, observers, tap, share, group, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A rank's share of the model among several ranks.
+
+    peers: the ranks that share its layers' experts, of which it has `owned`. pipe: its stage, None where it has all
+    layers. partners: the ranks that share each of its layers, None where it has each as a whole, but for experts.
+    """
+
+    collectives: Collectives | None = None
+    peers: Collectives | None = None
+    owned: OwnedExperts | None = None
+    pipe: Pipe | None = None
+    partners: RankPartners | None = None
+
+
+def _share(plan: ModelPlan, config: ServeConfig, collectives: Collectives | None) -> _Share:
+    if collectives is None:
+        return _Share()
+    spec, on_cpu = plan.spec, plan.device == "cpu"
+    owned = pipe = partners = peers = None
+    if plan.placement is not None:
+        peers = collectives.part_of(plan.placement.num_ranks)
+        owned = owned_experts(spec, plan.placement, peers.rank)
+    if plan.layers:
+        assert isinstance(spec, DecoderSpec)
+        max_rows = 0 if on_cpu else step_budget(config, plan.device)
+        pipe = Pipe(collectives, stages_of(plan.layers), spec, plan.dtype, max_rows=max_rows)
+    if config.tensor_parallel_size > 1:
+        assert isinstance(spec, DecoderSpec)
+        others = collectives.part_of(config.tensor_parallel_size)
+        partners = RankPartners(others, spec, spec if pipe is None else pipe.part, is_open=on_cpu)
+    return _Share(collectives, peers, owned, pipe, partners)
 
 
 def _dispatch_of(plan: ModelPlan, body: Body, group: Group | None, partners: RankPartners | None) -> DispatchOf | None:
@@ -184,59 +207,69 @@ def _dispatch_of(plan: ModelPlan, body: Body, group: Group | None, partners: Ran
     return None if body.resident is None else body.resident.dispatch_of
 
 
-def _load_decoder(directory: Path, spec: ModelSpec, **options: Any) -> StepDecoder:
-    """Load a model by the code that its spec is for. See `moeserve.model.weights.load_decoder`."""
-    if isinstance(spec, DecoderSpec):
-        return load_decoder(directory, spec, **options)
+def _load_decoder(
+    directory: Path, plan: ModelPlan, share: _Share, packed_experts: PackedLayer | None, **options: Any
+) -> StepDecoder:
+    """Load a model by the code that its spec is for. options: see `moeserve.model.weights.load_decoder`."""
+    options |= {"dtype": plan.dtype, "rounding": plan.rounding}
+    if isinstance(plan.spec, DecoderSpec):
+        return load_decoder(
+            directory,
+            plan.spec,
+            packed_experts=packed_experts,
+            forgets_files=plan.forgets_files,
+            border=share.pipe,
+            partners=share.partners,
+            **options,
+        )
     from moeserve.model.hf.loading import load_transformers_decoder  # Imported late: it loads modelling code.
 
-    return load_transformers_decoder(directory, spec, **options)
+    return load_transformers_decoder(directory, plan.spec, **options)
 
 
-def _open_body(
+def _open_cpu_body(
     directory: Path,
     plan: ModelPlan,
     config: ServeConfig,
     report: Report,
     observers: Sequence[AnyObserver],
-    owned: OwnedExperts | None,
-    collectives: Collectives | None,
+    share: _Share,
     num_packers: int | None,
-    pipe: Pipe | None,
-    partners: RankPartners | None,
+) -> CpuBody:
+    if config.reproducible and (kernels := native_kernels()) is not None and not kernels.sums_as_tiles:
+        raise ConfigError("--reproducible: the kernels that MOESERVE_CPU_KERNELS names add in an order of their own.")
+    if (absence := native_kernels_absence()) is not None:
+        log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
+    resident = None
+    if plan.residency is not None:
+        resident = open_experts(directory, plan.spec, plan.residency, config, report, observers)
+        slots = resident.slots
+        log.info(
+            "expert_memory",
+            slots=f"{min(slots.num_slots)} of {experts_of(plan.spec).num_experts} per layer",
+            size=in_mib(slots.num_bytes),
+            policy=config.expert_policy,
+            **resident.reads,
+        )
+    return CpuBody(plan, config, resident, num_packers, share.pipe, share.partners)
+
+
+def _open_gpu_body(
+    directory: Path,
+    plan: ModelPlan,
+    config: ServeConfig,
+    report: Report,
+    observers: Sequence[AnyObserver],
+    share: _Share,
 ) -> Body:
-    if plan.device == "cpu":
-        if config.reproducible and (kernels := native_kernels()) is not None and not kernels.sums_as_tiles:
-            raise ConfigError(
-                "--reproducible: the kernels that MOESERVE_CPU_KERNELS names add in an order of their own."
-            )
-        absence = native_kernels_absence()
-        if absence is not None:
-            log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
-        resident = None
-        if plan.residency is not None:
-            resident = open_experts(directory, plan.spec, plan.residency, config, report, observers)
-            slots = resident.slots
-            log.info(
-                "expert_memory",
-                slots=f"{min(slots.num_slots)} of {experts_of(plan.spec).num_experts} per layer",
-                size=in_mib(slots.num_bytes),
-                policy=config.expert_policy,
-                **resident.reads,
-            )
-        return CpuBody(plan, config, resident, num_packers, pipe, partners)
     from moeserve.engine.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
-    def told(stage: str, done: int, total: int) -> None:
-        report(Loading(done, total, stage))
-
-    keeps_stored = plan.rounding.keeps_stored
-    if not isinstance(plan.spec, DecoderSpec):
-        settings = gpu_settings(config, state_demand(plan.spec, plan.dtype, config), keeps_stored=keeps_stored)
-        return _open_transformers_body(directory, plan, settings, told)
-    shared = pipe or partners
+    collectives, shared = share.collectives, share.pipe or share.partners
     part = plan.spec if shared is None else shared.part
-    settings = gpu_settings(config, state_demand(part, plan.dtype, config), keeps_stored=keeps_stored)
+    states = state_demand(part, plan.dtype, config)
+    settings = gpu_settings(config, states, keeps_stored=plan.rounding.keeps_stored)
+    if not isinstance(plan.spec, DecoderSpec):
+        return _open_transformers_body(directory, plan, settings, progress_to(report))
     body = GpuBody(
         directory,
         plan.spec,
@@ -247,8 +280,8 @@ def _open_body(
         current_gpu() if collectives is None else collectives.device,
         observers,
         _progress(plan, report),
-        told,
-        owned=owned,
+        progress_to(report),
+        owned=share.owned,
         replays_with=None if collectives is None or shared is not None else config.dispatch,
         collectives=collectives,
         shared=shared,
@@ -299,7 +332,7 @@ def _progress(plan: ModelPlan, report: Report) -> Progress:
             stage += f", expanded from {plan.spec.quantization.kind}"
         if not plan.rounding.is_none:
             stage += f", {'kept as' if plan.rounding.keeps_stored else 'rounded to'} {plan.rounding.name}"
-    return lambda done, total: report(Loading(done, total, stage))
+    return partial(progress_to(report), stage)
 
 
 def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:
@@ -339,20 +372,19 @@ class LoadedRank:
         decoder: StepDecoder,
         observers: list[AnyObserver],
         tap: RoutingTap | None,
-        collectives: Collectives | None,
+        share: _Share,
         group: Group | None,
-        owned: OwnedExperts | None,
         kept: KeptExperts | None,
     ) -> None:
-        self.collectives, self.group = collectives, group
+        self.collectives, self.group = share.collectives, group
         memory = None if body.resident is None else body.resident.memory
         self.progress = StepProgress(native_kernels() if plan.device == "cpu" else None, memory)
-        self._kept, self._owned = kept, owned
+        self._kept, self._owned = kept, share.owned
         self._directory, self._plan, self._config, self._body = directory, plan, config, body
         self._decoder, self._observers, self._tap = decoder, observers, tap
         self._migrator: ExpertMigrator[Any] | None = None
-        if group is not None and owned is not None and not plan.layers:
-            self._migrator = self._make_migrator(group, owned)
+        if group is not None and share.owned is not None and not plan.layers:
+            self._migrator = self._make_migrator(group, share.owned)
         body.record_loaded()
 
     def start(self) -> Rank:
@@ -376,15 +408,40 @@ class LoadedRank:
         if defaults.left_out:
             log.warning("sampling_defaults_left_out", values=list(defaults.left_out), file="generation_config.json")
         prefetcher = self._start_prefetching()
-        memory = None if body.resident is None else body.resident.memory
         self._observers.append(self.progress)
+        self._end_warm_up()
+        return Rank(
+            ObservedRunner(prepared.runner, self._observers),
+            self._served(defaults, prepared),
+            body.depth,
+            prepared.release,
+            self.progress,
+            memory=None if body.resident is None else body.resident.memory,
+            prefetcher=prefetcher,
+            collectives=self.collectives,
+            group=group,
+            migrator=self._migrator,
+            dispatch=choice,
+            kv_pool=prepared.kv_pool,
+            state_pool=prepared.state_pool,
+            warm_up=prepared.warm_up,
+            expert_file=self._write_experts(),
+            part=self._part_of_blocks(),
+        )
+
+    def _end_warm_up(self) -> None:
+        """Forget the rows that ranks exchanged so far, and wait from now on for no longer than a step may take."""
+        config, group = self._config, self.group
         if group is not None:
             group.experts.forget_counts()
             self._observers.append(SentCounter(group.experts.sent))
             group.collectives.be_patient(self._patience(group))
         if self.collectives is not None and config.tensor_parallel_size > 1:
             self.collectives.part_of(config.tensor_parallel_size).be_patient(collective_timeout(config))
-        model = ServedModel(
+
+    def _served(self, defaults: GenerationDefaults, prepared: Prepared) -> ServedModel:
+        plan = self._plan
+        return ServedModel(
             plan.spec,
             defaults,
             prepared.kv,
@@ -392,27 +449,9 @@ class LoadedRank:
             prepared.weights_bytes,
             prepared.kv_bytes,
             plan.device,
-            prepared.state_row_bytes,
-            arithmetic_of(plan, config),
-            plan.layers,
-        )
-        return Rank(
-            ObservedRunner(prepared.runner, self._observers),
-            model,
-            body.depth,
-            prepared.release,
-            self.progress,
-            memory,
-            prefetcher,
-            self.collectives,
-            group,
-            self._migrator,
-            choice,
-            prepared.kv_pool,
-            prepared.state_pool,
-            prepared.warm_up,
-            self._write_experts(),
-            self._part_of_blocks(),
+            state_row_bytes=prepared.state_row_bytes,
+            arithmetic=arithmetic_of(plan, self._config),
+            layers=plan.layers,
         )
 
     def _patience(self, group: Group) -> float:

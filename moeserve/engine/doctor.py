@@ -39,18 +39,16 @@ from moeserve.engine.memory_plan import (
     check_native_ranks,
     compute_dtype,
     cpu_kv_dtype,
-    keeps_narrow,
     layers_on_gpus,
     native_dtype,
-    no_experts,
     plan_on_cpu,
     read_any_spec,
     rounding_of,
     rounding_on_gpu,
     share_memory,
-    weights_bytes,
 )
 from moeserve.engine.ranks.settings import check_pipeline, check_tensor
+from moeserve.engine.weight_bytes import keeps_narrow, no_experts, weights_bytes
 from moeserve.machine import Gpu, Machine
 from moeserve.model.checkpoint import WeightPlan, loaded_bytes, plan_weights
 from moeserve.model.expert_store import layouts_of, native_layouts
@@ -135,7 +133,7 @@ def setups_of(
 
 
 def smallest_gpu(machine: Machine) -> Gpu | None:
-    """Return the GPU with the least free memory of those that can serve, None without any."""
+    """Return the GPU with the least free memory among the usable ones, None without any."""
     return min((gpu for gpu in machine.gpus if gpu.obstacle is None), key=lambda gpu: gpu.free_bytes, default=None)
 
 
@@ -473,7 +471,7 @@ def _kv_on_host(
     """Return the bytes of the host's memory for KV that leaves a GPU. For errors see `plan_kv_host`."""
     if config.kv_host_memory is None:
         return 0
-    from moeserve.engine.kv.host import plan_kv_host  # Imported late: it loads what copies blocks.
+    from moeserve.engine.kv.host import plan_kv_host  # Imported late: it loads the copiers of blocks.
 
     with_window = windowed(spec.kv_layers) if kv.num_window_blocks else ()
     of_windows = kv_block_bytes(with_window, config.block_size, kv_dtype)

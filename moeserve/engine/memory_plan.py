@@ -1,8 +1,8 @@
-"""Decide what every rank loads and how its memory is divided, once, before any rank takes some."""
+"""Plan every rank's part of the model and divide its memory, once, before any rank takes some."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,6 @@ import torch
 from experts.placement.placement import Placement, PlacementError, contiguous
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.cpu.panels import LANES
-from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, LayerPackings
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import (
@@ -30,15 +29,22 @@ from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, reside
 from moeserve.engine.experts.settings import plan_placement, read_statistics
 from moeserve.engine.kv.disk.files import AUTO
 from moeserve.engine.ranks.settings import check_first_node, layers_of_ranks
-from moeserve.model.checkpoint import OwnedExperts, WeightPlan, find_mtp, plan_weights, read_index
+from moeserve.engine.weight_bytes import (
+    keeps_narrow,
+    no_experts,
+    owned_experts,
+    shard_bytes,
+    stage_bytes,
+    weights_bytes,
+)
+from moeserve.model.checkpoint import OwnedExperts, find_mtp, plan_weights, read_index
 from moeserve.model.demo import demo_named
 from moeserve.model.expert_store import layouts_of, native_layouts
-from moeserve.model.expert_weights import expert_shape
 from moeserve.model.families import build_spec, is_native, load_config, read_config
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand
 from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding, format_in_file, shown_format
-from moeserve.model.shards import WHOLE, Shard, check_shards, sharded
+from moeserve.model.shards import Shard, check_shards, sharded
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.stages import Stage, stages_of
 from moeserve.model.state_pool import state_row_bytes
@@ -205,7 +211,7 @@ def _plan_on_gpu(
     config: ServeConfig,
     placement: Placement | None,
 ) -> ModelPlan:
-    """Say what each rank holds. How much memory is left for KV each finds out by itself."""
+    """Plan the part of each rank, which finds out by itself how much memory is left for KV."""
     if not isinstance(spec, DecoderSpec):
         rounding = rounding_on_gpu(spec, index)
         return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device="cuda", rounding=rounding)
@@ -310,7 +316,7 @@ def _plan_shards(
     )
     num_here, stored_bytes = config.num_ranks_here, sum(info.num_bytes for info in index.values())
     num_bytes = sum(sizes[:num_here])
-    # All ranks have as many blocks: as many as the one with the most heads has room for.
+    # All ranks have the same number of blocks, which the rank with the most heads has room for.
     part = sharded(spec, Shard(config.tensor_parallel_size - 1, config.tensor_parallel_size))
     plan = share_memory(part, dtype, num_bytes, config, free_bytes, placement, residency, rounding, num_here)
     of_all = sum(sizes) if residency is None else sum(sizes) + config.num_ranks * residency.slots.num_bytes
@@ -528,118 +534,6 @@ def check_shard(directory: Path, plan: ModelPlan, config: ServeConfig, rank: int
         )
 
 
-def owned_experts(spec: ModelSpec, placement: Placement, rank: int) -> OwnedExperts:
-    """Return the experts that a rank loads, by layer of the decoder."""
-    placed_layer = {layer: number for number, layer in enumerate(spec.moe_layers)}
-    return lambda layer: placement.experts_on(placed_layer[layer], rank)
-
-
-def no_experts(_: int) -> Sequence[int]:
-    """Return no experts: none are loaded with the model, as they are read when they are needed."""
-    return ()
-
-
-def weights_bytes(
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    index: Mapping[str, TensorInfo],
-    owned_by: Sequence[OwnedExperts | None] = (None,),
-    rounding: Rounding = NO_ROUNDING,
-) -> int:
-    """Return the bytes of the weights that ranks keep in memory on a CPU, together. Raise ModelError.
-
-    owned_by: for each rank the experts that it loads, None for all.
-    """
-    narrow = keeps_narrow(dtype)
-    packed = _packs_experts(spec, rounding)
-    layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
-    total = 0
-    for owned in owned_by:
-        plan = plan_weights(spec, index, no_experts if packed else owned)
-        if packed and plan.mtp is not None and plan.mtp.experts is not None:
-            assert spec.moe is not None
-            shape = expert_shape(spec, plan.mtp.experts, dtype, rounding)
-            total += expert_layout(shape).num_bytes * spec.moe.num_experts
-            plan = replace(plan, mtp=replace(plan.mtp, experts=None))
-        total += plan.loaded_num_bytes(dtype.itemsize, narrow=narrow, quantised=rounding.num_bytes)
-        for layer, layout in zip(spec.moe_layers, layouts, strict=False):
-            assert spec.moe is not None
-            total += layout.num_bytes * (spec.moe.num_experts if owned is None else len(owned(layer)))
-    return total
-
-
-def stage_bytes(
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    index: Mapping[str, TensorInfo],
-    stages: Sequence[Stage],
-    rounding: Rounding = NO_ROUNDING,
-    owned: OwnedExperts | None = None,
-    shard: Shard = WHOLE,
-) -> list[int]:
-    """Return, by stage, the bytes of the weights that a rank with this stage keeps in memory on a CPU. owned: the
-    experts that it loads, None for all. shard: of each layer. Raise CheckpointError as `shard_bytes` does."""
-    packed = _packs_experts(spec, rounding)
-    layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
-    whole = plan_weights(spec, index, no_experts if packed else owned)
-    sizes = []
-    for stage in stages:
-        plan = whole.of_stage(stage, spec)
-        if shard.count > 1:
-            plan = plan.of_shard(shard, spec.of_layers(stage))
-            _check_cuts(plan, rounding)
-        num_bytes = plan.loaded_num_bytes(dtype.itemsize, narrow=keeps_narrow(dtype), quantised=rounding.num_bytes)
-        for layer, layout in zip(spec.moe_layers, layouts, strict=False):
-            if spec.moe is not None and stage.first <= layer < stage.end:
-                num_bytes += layout.num_bytes * (spec.moe.num_experts if owned is None else len(owned(layer)))
-        sizes.append(num_bytes)
-    return sizes
-
-
-def shard_bytes(
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    index: Mapping[str, TensorInfo],
-    placement: Placement | None,
-    num_shards: int,
-    rounding: Rounding = NO_ROUNDING,
-    *,
-    with_experts: bool = True,
-) -> list[int]:
-    """Return, by rank, the bytes of the weights that it keeps in memory on a CPU.
-
-    placement: of experts over groups of `num_shards` ranks, None without experts. with_experts: False where they lie in
-    slots. Raise CheckpointError for matrices whose blocks are not to be cut.
-    """
-    packed = with_experts and _packs_experts(spec, rounding)
-    layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
-    sizes = []
-    for rank in range(num_shards if placement is None else placement.num_ranks):
-        owned, shard = (
-            None if placement is None else owned_experts(spec, placement, rank),
-            Shard(rank % num_shards, num_shards),
-        )
-        plan = plan_weights(spec, index, owned if with_experts and not packed else no_experts).of_shard(shard, spec)
-        _check_cuts(plan, rounding)
-        num_bytes = plan.loaded_num_bytes(dtype.itemsize, narrow=keeps_narrow(dtype), quantised=rounding.num_bytes)
-        for layer, layout in zip(spec.moe_layers, layouts, strict=False):
-            assert owned is not None
-            num_bytes += layout.num_bytes * len(owned(layer))
-        sizes.append(num_bytes)
-    return sizes
-
-
-def _check_cuts(plan: WeightPlan, rounding: Rounding) -> None:
-    """Raise CheckpointError for matrices of a shard that are cut within blocks."""
-    for tensors in (plan.outer, *(layer.tensors for layer in plan.layers)):
-        rounding.check_cuts(tensors)
-
-
-def _packs_experts(spec: DecoderSpec, rounding: Rounding) -> bool:
-    """Return whether the experts in memory have other bytes than in the checkpoint or at the width of the dtype."""
-    return spec.moe is not None and (rounding.experts is not None or rounding.keeps_stored or rounding.narrow)
-
-
 def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, TensorInfo]) -> Rounding:
     """Return how a CPU keeps the weights: rounded as the settings ask, or in the checkpoint's own bits.
 
@@ -705,11 +599,6 @@ def _stored_formats(spec: ModelSpec, index: Mapping[str, TensorInfo]) -> set[str
     if spec.quantization is not None and spec.quantization.kind == "mxfp4":
         stored.add(spec.quantization.kind)
     return stored
-
-
-def keeps_narrow(dtype: torch.dtype) -> bool:
-    """Return whether a CPU that computes in `dtype` multiplies by matrices of 16 bits without widening them first."""
-    return dtype == torch.float32 and native_kernels() is not None
 
 
 def _owned_by(

@@ -10,8 +10,9 @@ import torch
 
 from moeserve.config import ServeConfig
 from moeserve.engine.known_model import NativeModel
-from moeserve.engine.memory_plan import compute_dtype, native_dtype, no_experts, rounding_of, weights_bytes
+from moeserve.engine.memory_plan import compute_dtype, native_dtype, rounding_of
 from moeserve.engine.ways import LOOPBACK, NVLINK, PCIE, Estimate, Link, ModelCosts, RankMachine, estimates_of
+from moeserve.engine.weight_bytes import no_experts, weights_bytes
 from moeserve.machine import Machine
 from moeserve.model.checkpoint import plan_weights
 from moeserve.model.kv_pool import kv_block_bytes

@@ -22,7 +22,8 @@ from kernels.packed_experts import ExpertShape, PackedExperts
 from kernels.weight_formats import FP8_BLOCK, FP8_FORMATS, WeightFormat, rows_of_fp8
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import arithmetic_of
-from moeserve.engine.memory_plan import plan_model, read_spec, rounding_of, weights_bytes
+from moeserve.engine.memory_plan import plan_model, read_spec, rounding_of
+from moeserve.engine.weight_bytes import weights_bytes
 from moeserve.model.checkpoint import read_index
 from moeserve.plan import SamplingParams
 from tests.support.llm_prompts import (

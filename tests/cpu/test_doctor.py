@@ -26,7 +26,8 @@ from moeserve.config import ServeConfig
 from moeserve.engine.doctor import setups_of
 from moeserve.engine.experts.gpu_memory import slot_layouts
 from moeserve.engine.known_model import NativeModel, examine, kinds_of_layers, parameters_of, sizes_of, summary
-from moeserve.engine.memory_plan import plan_model, plan_on_cpu, weights_bytes
+from moeserve.engine.memory_plan import plan_model, plan_on_cpu
+from moeserve.engine.weight_bytes import weights_bytes
 from moeserve.machine import Gpu, Machine
 from moeserve.model.checkpoint import read_index
 from moeserve.model.gguf.folder import gguf_folder

@@ -15,7 +15,8 @@ from experts.errors import ExpertStoreError
 from kernels.ops import CpuOps
 from kernels.weight_formats import Q8_0, Arithmetic
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.engine.memory_plan import plan_on_cpu, read_spec, rounding_of, weights_bytes
+from moeserve.engine.memory_plan import plan_on_cpu, read_spec, rounding_of
+from moeserve.engine.weight_bytes import weights_bytes
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import ExpertPacker, layouts_in_store, stored_experts
 from moeserve.model.families import build_spec, load_config

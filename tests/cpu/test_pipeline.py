@@ -15,8 +15,9 @@ from benchmarks.token_engine import Completion, TokenEngine
 from benchmarks.ways import MODELS
 from moeserve.config import ConfigError
 from moeserve.engine.assemble import load_rank
-from moeserve.engine.memory_plan import check_stage, plan_model, read_spec, stage_bytes, weights_bytes
+from moeserve.engine.memory_plan import check_stage, plan_model, read_spec
 from moeserve.engine.ranks.settings import layers_of_ranks
+from moeserve.engine.weight_bytes import stage_bytes, weights_bytes
 from moeserve.frontend.beam_search import BeamParams
 from moeserve.model.checkpoint import read_index
 from moeserve.model.families import build_spec, load_config

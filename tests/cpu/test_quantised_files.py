@@ -17,7 +17,8 @@ from kernels.cpu.library import native_kernels
 from kernels.ops import CpuOps
 from kernels.weight_formats import Arithmetic
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.engine.memory_plan import plan_model, read_spec, rounding_of, weights_bytes
+from moeserve.engine.memory_plan import plan_model, read_spec, rounding_of
+from moeserve.engine.weight_bytes import weights_bytes
 from moeserve.model.checkpoint import read_index
 from moeserve.model.packed.config import quantization_spec
 from moeserve.model.sizes import expected_index

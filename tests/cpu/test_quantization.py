@@ -15,7 +15,8 @@ from kernels.cpu.library import native_kernels
 from kernels.cpu.quantised import quantise
 from kernels.weight_formats import Q8_0
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.engine.memory_plan import read_spec, rounding_of, weights_bytes
+from moeserve.engine.memory_plan import read_spec, rounding_of
+from moeserve.engine.weight_bytes import weights_bytes
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.rounding import INT4, INT8, Rounding

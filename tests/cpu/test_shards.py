@@ -14,7 +14,8 @@ import torch
 from benchmarks.token_engine import Completion, TokenEngine
 from benchmarks.ways import MODELS
 from experts.placement.placement import contiguous
-from moeserve.engine.memory_plan import check_shard, plan_model, shard_bytes, weights_bytes
+from moeserve.engine.memory_plan import check_shard, plan_model
+from moeserve.engine.weight_bytes import shard_bytes, weights_bytes
 from moeserve.model.checkpoint import read_index
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes

@@ -22,7 +22,7 @@ from moeserve.model.expert_store import ExpertFile, layouts_of, stored_experts
 from moeserve.model.expert_weights import StoredExperts, packed_experts, padded
 from moeserve.model.rounding import Rounding
 from moeserve.model.spec import DecoderSpec, ModelError, silent
-from moeserve.statuses import Loading, Report
+from moeserve.statuses import Report, progress_to
 
 _LOWEST_PRIORITY = 19
 _SECONDS_TO_STOP = 2.0  # An ending service waits this long for a thread that hashes the written file.
@@ -99,10 +99,7 @@ class KeptExperts:
 
     def map(self, report: Report) -> None:
         """Map the file and read it into memory, if it is there. Raise ModelError or ExpertStoreError."""
-
-        def progress(stage: str, done: int, total: int) -> None:
-            report(Loading(done, total, stage))
-
+        progress = progress_to(report)
         if not self._file.is_built(progress):
             return
         mapped = MappedExperts(self._file.path, self._file.source)

@@ -32,7 +32,7 @@ from moeserve.engine.experts.settings import measured_load
 from moeserve.model.expert_store import ExpertFile, ExpertPacker, layouts_in_store, stored_experts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import ModelError, ModelSpec
-from moeserve.statuses import Loading, Report
+from moeserve.statuses import Report, progress_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +123,13 @@ def _open_tier(
     directory: Path, spec: ModelSpec, plan: ResidencyPlan, config: ServeConfig, report: Report
 ) -> tuple[ExpertTier, dict[str, str]]:
     """Return the tier below the slots, and how it is read."""
-
-    def progress(stage: str, done: int, total: int) -> None:
-        report(Loading(done, total, stage))
-
     stored, layouts = stored_experts(directory, spec, plan.dtype, plan.rounding), plan.layouts
     packer, num_experts = ExpertPacker(stored, layouts), experts_of(spec).num_experts
     packing = PackingTier(packer, layouts.num_bytes)
     if stored.lie_as_packed() and config.expert_store_dir is None:
         return packing, {"read": "packed out of the GGUF file"}
     file = ExpertFile(directory, stored, num_experts, layouts, store_dir(config))
-    if not file.is_built(progress):
+    if not file.is_built(progress_to(report)):
         # Of several ranks one writes the file, and the others wait for it on their threads.
         tier = PackedMeanwhile(packing, file, packer.all(num_experts))
         return tier, {"read": "packed out of the checkpoint", "until_written": str(file.path)}
