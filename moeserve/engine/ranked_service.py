@@ -1,8 +1,9 @@
 """The life of one rank among several.
 
 Each rank takes its GPU and, with `--bind-cores`, its cores. Rank 0 plans for all ranks, and every rank loads its part
-(`load_member`). Then all start together, rank 0 serves with the engine, and every other rank computes what rank 0 sends
-(`serve_member`). Where the parts can be copied, each life of the engine is one of copies (`launcher.copies`).
+(`load_member`). Then all start together, rank 0 serves with the engine, and every other rank computes the plans that
+rank 0 sends (`serve_member`). Where the parts can be copied, each life of the engine is one of copies
+(`launcher.copies`).
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ from moeserve.engine.ranks.messages import Dismissed, Joined, Loaded, RankError,
 from moeserve.engine.ranks.pipeline import PipelineExecutor
 from moeserve.engine.ranks.steps import RankedExecutor, RankSteps
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, dismiss_strangers, find_fault, introduction
-from moeserve.engine.service import LoadedPart, expert_faults_in_words, load_part, serve
+from moeserve.engine.service import Execution, LoadedPart, expert_faults_in_words, load_part, serve
 from moeserve.run_context import RunContext
-from moeserve.scheduling.steps import RanksObserver
 from moeserve.statuses import Computing, Met, Report
 
 # While the service starts, a rank may be silent for this many times the engine's timeout.
@@ -180,10 +180,10 @@ def _serve_first(
         hub.gather(Started, within=float("inf"), patience=_patience(context.config))
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        serve_all = _serve_shards if rank.group is None else _serve_with_others
+        execute = _over_shards if rank.group is None else _over_experts
         if context.config.pipeline_parallel_size > 1:
-            serve_all = _serve_stages
-        serve_all(context, rank, hub, recording, report, stop)
+            execute = _over_stages
+        serve(context, rank, execute(context.config, rank, hub, recording), open_suspects(context), report, stop)
         rank.close()
     except CollectiveError as error:
         hub.check_for(0.5)
@@ -232,23 +232,11 @@ def _setup_of(plan: ModelPlan, context: RunContext) -> Setup:
     )
 
 
-def _serve_with_others(
-    context: RunContext,
-    rank: Rank,
-    hub: RankHub,
-    recording: RecordingPlan | None,
-    report: Report,
-    stop: threading.Event,
-) -> None:
-    """Serve with the engine over ranks that share the experts, observing the steps of all of them."""
-    config, group, migrator = context.config, rank.group, rank.migrator
+def _over_experts(config: ServeConfig, rank: Rank, hub: RankHub, recording: RecordingPlan | None) -> Execution:
+    """Return the steps of ranks that share the experts."""
+    group, migrator, memories = rank.group, rank.migrator, _memories(config, rank)
     assert group is not None
     assert migrator is not None
-    num_ranks, memory = config.expert_parallel_size, rank.memory
-    links = LinkCounts(num_ranks)
-    memories = None
-    if memory is not None:
-        memories = RankMemories(memory.stats, config.num_ranks, len(rank.model.spec.moe_layers))
     rebalancing = start_rebalancing(config, group.experts.placement, migrator, hub.send_all)
     copies = RankCopies(hub.send, _holders_of_blocks(config))
     executor = RankedExecutor(
@@ -266,34 +254,31 @@ def _serve_with_others(
         windows = () if rebalancing is None else (rebalancing.window,)
         num_shards = config.tensor_parallel_size
         recorded = ExpertRecording(recording, lambda: group.experts.placement, windows, num_shards)
+    # Results are those of groups, and links lie between ranks.
+    links = LinkCounts(config.expert_parallel_size) if config.tensor_parallel_size == 1 else None
     sources = ExpertSources(
         placement=lambda: group.experts.placement,
         placement_version=lambda: migrator.version,
-        links=links.links if config.tensor_parallel_size == 1 else None,
+        links=None if links is None else links.links,
         rebalancing=None if rebalancing is None else rebalancing.stats,
         memory=None if memories is None else memories.stats,
         prefetches=rank.prefetcher is not None,
-        strategy=lambda: expert_strategy(config, rank.prefetcher, str(rank.dispatch), all_fit=memory is None),
+        strategy=lambda: expert_strategy(config, rank.prefetcher, str(rank.dispatch), all_fit=rank.memory is None),
     )
-    # Results are those of groups, and links lie between ranks.
-    observers: list[RanksObserver] = [links] if config.tensor_parallel_size == 1 else []
-    if rebalancing is not None:
-        observers.insert(0, rebalancing)
-    serve(context, rank, executor, open_suspects(context), report, stop, recorded, sources, observers, copies)
-    executor.close()
+    return Execution(
+        executor=executor,
+        recording=recorded,
+        sources=sources,
+        observers=[observer for observer in (rebalancing, links) if observer is not None],
+        copies=copies,
+        end=executor.close,
+    )
 
 
-def _serve_stages(
-    context: RunContext,
-    rank: Rank,
-    hub: RankHub,
-    recording: RecordingPlan | None,
-    report: Report,
-    stop: threading.Event,
-) -> None:
-    """Serve with the engine over ranks that share the layers, and in each stage, where it has several, its experts or
-    each of its layers."""
-    config, group, width = context.config, rank.group, context.config.expert_parallel_size
+def _over_stages(config: ServeConfig, rank: Rank, hub: RankHub, recording: RecordingPlan | None) -> Execution:
+    """Return the steps of ranks that share the layers, and in each stage, where it has several, its experts or each of
+    its layers."""
+    group, width = rank.group, config.expert_parallel_size
     placement = None if group is None else group.experts.placement
     links = LinkCounts(width)
     sources = ExpertSources()
@@ -313,37 +298,21 @@ def _serve_stages(
         width=width,
         num_shards=config.tensor_parallel_size,
     )
-    recorded = None if recording is None else ExpertRecording(recording, lambda: placement)
-    serve(
-        context,
-        rank,
-        executor,
-        open_suspects(context),
-        report,
-        stop,
-        recorded,
-        sources,
-        [links],
-        copies,
-        executor.signs_of_work,
+    return Execution(
+        executor=executor,
+        recording=None if recording is None else ExpertRecording(recording, lambda: placement),
+        sources=sources,
+        observers=[links],
+        copies=copies,
+        progress=executor.signs_of_work,
+        end=executor.close,
     )
-    executor.close()
 
 
-def _serve_shards(
-    context: RunContext,
-    rank: Rank,
-    hub: RankHub,
-    recording: RecordingPlan | None,
-    report: Report,
-    stop: threading.Event,
-) -> None:
-    """Serve with the engine over ranks that compute every layer together."""
-    config, collectives, memory = context.config, rank.collectives, rank.memory
+def _over_shards(config: ServeConfig, rank: Rank, hub: RankHub, recording: RecordingPlan | None) -> Execution:
+    """Return the steps of ranks that compute every layer together."""
+    collectives, memories = rank.collectives, _memories(config, rank)
     assert collectives is not None
-    memories = None
-    if memory is not None:
-        memories = RankMemories(memory.stats, config.num_ranks, len(rank.model.spec.moe_layers))
     copies = RankCopies(hub.send, _holders_of_blocks(config))
     executor = JointExecutor(
         rank.runner,
@@ -360,8 +329,14 @@ def _serve_shards(
             strategy=lambda: expert_strategy(config, rank.prefetcher),
         )
     recorded = None if recording is None else ExpertRecording(recording)
-    serve(context, rank, executor, open_suspects(context), report, stop, recorded, sources, copies=copies)
-    executor.close()
+    return Execution(executor=executor, recording=recorded, sources=sources, copies=copies, end=executor.close)
+
+
+def _memories(config: ServeConfig, rank: Rank) -> RankMemories | None:
+    """Return the counters of all ranks' expert memories, None if all experts are in memory."""
+    if rank.memory is None:
+        return None
+    return RankMemories(rank.memory.stats, config.num_ranks, len(rank.model.spec.moe_layers))
 
 
 def _holders_of_blocks(config: ServeConfig) -> list[list[int]]:
@@ -374,7 +349,7 @@ def _holders_of_blocks(config: ServeConfig) -> list[list[int]]:
 def _follow_first(
     context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedPart, report: Report
 ) -> None:
-    """Run any rank but 0: join, and compute what rank 0 sends."""
+    """Run any rank but 0: join, and compute the plans that rank 0 sends."""
     meeting, number = meet_first(context), member.number
     report(Met(meeting.incarnation))
     link = RankLink(sockets, meeting, number)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from experts.errors import ExpertStoreError
 from kernels.cpu.library import kernels_in_use, native_kernels_absence
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import LoadedRank, load_rank
-from moeserve.engine.cache_commands import CacheCommands
 from moeserve.engine.commands import Commands
 from moeserve.engine.containment import ContainingExecutor
 from moeserve.engine.crashes.suspects import Suspects, open_suspects
@@ -27,23 +26,11 @@ from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSo
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
 from moeserve.engine.fingerprint import fingerprint_of
 from moeserve.engine.known_model import summary
-from moeserve.engine.kv.disk.copier import BlockCopier
-from moeserve.engine.kv.disk.files import AUTO
-from moeserve.engine.kv.disk.opening import KvDisk, open_kv_disk
 from moeserve.engine.kv.events.publisher import KvEventPublisher, KvEvents
-from moeserve.engine.kv.host import HostCopier, HostedBlocks, KvHost, disk_copier, open_hosted, open_kv_host
-from moeserve.engine.kv.moves import KvMoves, Mover
-from moeserve.engine.kv.transfer.exchange import KvExchange, KvLinks
+from moeserve.engine.kv.opening import open_kv
 from moeserve.engine.loop import Engine
 from moeserve.engine.memory_plan import ModelPlan, plan_model
-from moeserve.engine.planner import (
-    build_caches,
-    build_drafts,
-    build_pace,
-    build_parts,
-    build_scheduler,
-    build_text_parts,
-)
+from moeserve.engine.planner import build_drafts, build_pace, build_parts, build_scheduler, build_text_parts
 from moeserve.engine.rank import Rank, ServedModel
 from moeserve.engine.ranks.copies import RankCopies
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
@@ -52,10 +39,6 @@ from moeserve.model.demo import ANSWER_TOKENS, demo_named
 from moeserve.model.generation import GenerationDefaults
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.run_context import RunContext, keep_ready
-from moeserve.scheduling.lower_tier import CopyJob, LowerTier
-from moeserve.scheduling.overflow import Overflow
-from moeserve.scheduling.pacing import Pace
-from moeserve.scheduling.parts import Part
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
 from moeserve.settings.generation import MAX_NEW_TOKENS, parse_generation
@@ -155,125 +138,79 @@ def serve_alone(context: RunContext, loaded: LoadedPart, report: Report, stop: t
         executor: Executor = LocalExecutor(rank.runner)
         if rank.depth == 0 and not rank.model.spec.state_layers:
             executor = ContainingExecutor(rank.runner, config.block_size, suspects.begin)
-        serve(context, rank, executor, suspects, report, stop, recorded, sources)
+        execution = Execution(executor=executor, recording=recorded, sources=sources)
+        serve(context, rank, execution, suspects, report, stop)
     finally:
         rank.close()
 
 
-def serve(
-    context: RunContext,
-    rank: Rank,
-    executor: Executor,
-    suspects: Suspects,
-    report: Report,
-    stop: threading.Event,
-    recording: ExpertRecording | None,
-    sources: ExpertSources,
-    observers: Sequence[RanksObserver] = (),
-    copies: RankCopies | None = None,
-    others_progress: Callable[[], int] = lambda: 0,
-) -> None:
-    """Run the engine over an executor until `stop` is set. rank: of this process. copies: of several ranks' KV.
-    others_progress: counts the work of other ranks for which this one waits in its steps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """The computation of a service's steps, by one rank or several, and what observes it.
 
-    recording: receives the routing in the results, after the other `observers`. It is saved at the end. sources: for
-    metrics and commands of the experts.
+    recording: receives the routing in the results, after the other `observers`; it is saved at the end. sources: for
+    metrics and commands of the experts. copies: of several ranks' KV. progress: counts the work of other ranks for
+    which this one waits in its steps. end: is called once no step follows.
     """
+
+    executor: Executor
+    recording: ExpertRecording | None = None
+    sources: ExpertSources = field(default_factory=ExpertSources)
+    observers: Sequence[RanksObserver] = ()
+    copies: RankCopies | None = None
+    progress: Callable[[], int] = lambda: 0
+    end: Callable[[], None] = lambda: None
+
+
+def serve(
+    context: RunContext, rank: Rank, execution: Execution, suspects: Suspects, report: Report, stop: threading.Event
+) -> None:
+    """Run the engine over an executor until `stop` is set. rank: of this process."""
     config, model = context.config, rank.model
-    if recording is not None:
-        observers = (*observers, recording)
-    lower = _open_lower(context, rank)
-    has_both = config.kv_host_memory is not None and config.kv_disk_path is not None
-    hosted = open_hosted(config, rank) if has_both else None
     kv_events = parse_kv_events(config.kv_events_config)
-    stored = None if lower is None else lower.stored
-    caches = build_caches(config, model.kv, stored=stored)
     pace = build_pace(config, model.device, rank.warm_up)
-    links = _open_links(context, rank, caches[0], pace)
-    tier = None if lower is None else LowerTier(caches, pace, Overflow(config.kv_overflow), lower.read_s)
     drafts = build_drafts(config, model.kv, rank.depth)
     with ExitStack() as ends:
-        if links is not None:
-            ends.callback(links.close)
+        kv = open_kv(context, rank, pace, execution.executor, execution.copies)
+        ends.callback(kv.close)
         tokenizer = Path(context.model_dir) / "tokenizer.json"
         masks = GrammarMasks(tokenizer, model.spec.vocab_size, model.eos_token_ids, most_drafts=drafts.most_forced)
         ends.callback(masks.close)
-        kv_parts, text_parts = _kv_parts(links, tier), build_text_parts(masks, drafts)
-        parts = build_parts(caches, suspects.until, pace, kv_parts, text_parts, config.pipeline_parallel_size)
-        scheduler = build_scheduler(config, model.kv, caches, model.device, depth=rank.depth, pace=pace, parts=parts)
+        text_parts = build_text_parts(masks, drafts)
+        parts = build_parts(kv.caches, suspects.until, pace, kv.sources(), text_parts, config.pipeline_parallel_size)
+        scheduler = build_scheduler(config, model.kv, kv.caches, model.device, depth=rank.depth, pace=pace, parts=parts)
+        parts += kv.moves(scheduler)
         sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ends.callback(sockets.term)
         socket = ends.enter_context(closing(EngineSocket(sockets, context.engine_address, context.incarnation)))
-        events = _start_events(kv_events, caches, sockets, ends) if kv_events.is_on else None
-        event_sources = [] if events is None else events.sources
-        ready = _ready(context, rank, caches[0], event_sources, drafts=drafts.makes_any)
-
-        def progress() -> int:
-            return rank.progress.count() + others_progress()
-
-        steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), progress)
-        monitor = _monitor(context, model.spec, recording, sources)
-        copier = None if lower is None else _start_copier(lower, rank, hosted, copies, executor)
-        parts += _moves(links, tier, copier, scheduler)
-        block_bytes, in_host = model.kv_bytes // model.kv.num_blocks, None if copier is None else copier.hosted
-        commands = Commands(CacheCommands(caches, tier, block_bytes, in_host), monitor)
-        if events is not None:
+        event_sources: list[dict[str, Any]] = []
+        if kv_events.is_on:
+            events = _start_events(kv_events, kv.caches, sockets, ends)
+            event_sources = events.sources
             parts.append(events)
+        ready = _ready(context, rank, kv.caches[0], event_sources, drafts=drafts.makes_any)
+        steps = _steps(rank, scheduler, execution, suspects)
+        commands = Commands(kv.commands(), _monitor(context, model.spec, execution))
         engine = Engine(socket, steps, ready, suspects, commands, parts)
-        if recording is not None:
-            ends.callback(_save, recording)
+        if execution.recording is not None:
+            ends.callback(_save, execution.recording)
         heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
         heartbeat.start()
         ends.callback(heartbeat.stop)
         keep_ready(context, ready)
         report(_ready_status(ready, model))
         engine.run(stop)
+    execution.end()
 
 
-def _kv_parts(links: KvLinks | None, tier: LowerTier | None) -> list[Part]:
-    """Return the scheduler's parts for KV beside memory, in their order."""
-    parts: list[Part] = [] if links is None else [links.fetches, links.offers]
-    return parts if tier is None else [*parts, tier]
+def _steps(rank: Rank, scheduler: Scheduler, execution: Execution, suspects: Suspects) -> Steps:
+    recording = () if execution.recording is None else (execution.recording,)
 
+    def progress() -> int:
+        return rank.progress.count() + execution.progress()
 
-def _open_links(context: RunContext, rank: Rank, cache: PrefixCache, pace: Pace) -> KvLinks | None:
-    """Open the exchange of KV with other services, if there is to be one. Raise ConfigError."""
-    setting = context.config.kv_transfer_config
-    return None if setting is None else KvLinks(context, rank, setting, cache, pace.compute_s)
-
-
-def _moves(
-    links: KvLinks | None, tier: LowerTier | None, copier: Mover[CopyJob] | None, scheduler: Scheduler
-) -> Iterator[Part]:
-    """Yield the engine's parts that move KV, in their order. copier: of the tier."""
-    if links is not None:
-        yield KvExchange(links, scheduler)
-        yield KvMoves(links.fetches, links.fetcher, scheduler.waiting)
-    if tier is not None and copier is not None:
-        yield KvMoves(tier, copier, scheduler.waiting)
-
-
-def _open_lower(context: RunContext, rank: Rank) -> KvDisk | KvHost | None:
-    """Open the tier below memory, if there is to be one. Raise ConfigError."""
-    model, path = rank.model, context.config.kv_disk_path
-    keeps_prefixes = not model.spec.state_layers or model.kv.num_snapshots > 0
-    if path is not None and (keeps_prefixes or path != AUTO):
-        return open_kv_disk(context, rank)
-    return None if context.config.kv_host_memory is None else open_kv_host(context.config, rank)
-
-
-def _start_copier(
-    lower: KvDisk | KvHost, rank: Rank, hosted: HostedBlocks | None, copies: RankCopies | None, executor: Executor
-) -> BlockCopier | HostCopier | RankCopies:
-    """Return what carries out copies between memory and the lower tier. hosted: see `BlockCopier`. copies: of several
-    ranks."""
-    if isinstance(lower, KvHost):
-        return HostCopier(lower.pages, lower.memories)
-    copier = disk_copier(rank, lower.files, hosted)
-    if copies is None:
-        return copier
-    copies.open(copier, lower.files, executor.check)
-    return copies
+    observers = suspects, *execution.observers, *recording
+    return Steps(scheduler, execution.executor, rank.depth, observers, progress)
 
 
 def _start_events(
@@ -353,13 +290,11 @@ def _ready_status(ready: EngineReady, model: ServedModel) -> Ready:
     )
 
 
-def _monitor(
-    context: RunContext, spec: ModelSpec, recording: ExpertRecording | None, sources: ExpertSources
-) -> ExpertMonitor | None:
+def _monitor(context: RunContext, spec: ModelSpec, execution: Execution) -> ExpertMonitor | None:
     if spec.moe is None:
         return None
     facts = ExpertFacts(spec.moe_layers, spec.moe.num_experts, spec.moe.gate.top_k)
-    return ExpertMonitor(facts, recording, sources, Path(context.run_dir))
+    return ExpertMonitor(facts, execution.recording, execution.sources, Path(context.run_dir))
 
 
 def _save(recording: ExpertRecording) -> None:

@@ -106,7 +106,8 @@ class SlowStart:
         monkeypatch.setattr(ranked_service.signal, "signal", lambda *_: None)
         monkeypatch.setattr(ranked_service, "plan_recording", lambda *_: None)
         monkeypatch.setattr(ranked_service, "_start", self._start)
-        monkeypatch.setattr(ranked_service, "_serve_with_others", self._serve)
+        monkeypatch.setattr(ranked_service, "_over_experts", lambda _config, _rank, hub, _recording: hub)
+        monkeypatch.setattr(ranked_service, "serve", self._serve)
 
     def _start(self, meeting: Meeting, member: LoadedPart) -> Any:
         if member.number == 1:

@@ -71,7 +71,7 @@ class HostPlan:
 
 
 class HostPages:
-    """Pages of the host's memory, page-locked if there is a GPU. A block has as many as it fills, anywhere."""
+    """Pages of the host's memory, page-locked if there is a GPU. A block fills one or several, anywhere."""
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
         """Raise ExpertStoreError if the memory cannot be locked."""
@@ -241,7 +241,7 @@ class DeviceBuffer:
         self.content = memoryview(self._row.numpy())  # type: ignore[arg-type]
 
     def aim(self, block: int) -> None:
-        """It is the same for all blocks."""
+        """Do nothing: `content` is the same for all blocks."""
 
     @torch.inference_mode()
     def load(self, block: int) -> None:
@@ -264,7 +264,7 @@ def device_buffers(memories: Mapping[Kind, DeviceMemory]) -> dict[Kind, Buffer]:
 
 
 def disk_copier(rank: Rank, files: BlockFiles, hosted: Hosted | None = None) -> BlockCopier:
-    """Return what copies blocks between a rank's memory, of a CPU or of a GPU, and files. hosted: see `BlockCopier`."""
+    """Return the copier between a rank's memory, of a CPU or of a GPU, and files. hosted: see `BlockCopier`."""
     if rank.model.device == "cpu":
         arrays = memories_of(rank)
         return BlockCopier(files, lambda: make_buffers(arrays), hosted)
@@ -273,13 +273,11 @@ def disk_copier(rank: Rank, files: BlockFiles, hosted: Hosted | None = None) -> 
 
 
 class HostCopier:
-    """Copies blocks as jobs say, one job after another, on a thread and a stream of its own. One thread calls it.
+    """Copies blocks as jobs say, one job after another, on a thread and a stream of its own: a `Mover`.
 
     It reads or fills only blocks of its job. Until the job's result is taken, no other part of the engine writes, frees
     or reassigns them. It does not pause for steps as copies of a disk do: the device copies beside them.
     """
-
-    hosted = None
 
     def __init__(self, pages: HostPages, memories: Mapping[Kind, DeviceMemory]) -> None:
         self._pages = pages
@@ -293,22 +291,18 @@ class HostCopier:
 
     @property
     def is_busy(self) -> bool:
-        """True until the result of every job has been taken."""
         return self._num_open > 0
 
     def start(self, job: CopyJob) -> None:
-        """Begin a job; `take` returns its result."""
         self._num_open += 1
         self._jobs.put(job)
 
     def take(self, seconds: float = 0.0) -> list[Result[CopyJob]]:
-        """Return the results since the last call. Wait up to `seconds` for the first."""
         results = take_all(self._results, seconds)
         self._num_open -= len(results)
         return results
 
     def close(self) -> None:
-        """End the thread after its present jobs, without a wait."""
         self._jobs.put(None)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""KV that moves, as the engine's loop sees it: jobs of a source go to threads, their results to who waits for them."""
+"""KV that moves, as the engine's loop sees it: jobs of a source go to threads, results to the waiting requests."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Mover(Protocol[J]):
         """Return the results since the last call. Wait up to `seconds` for the first."""
 
     def close(self) -> None:
-        """End all threads after their present jobs."""
+        """End all threads after their present jobs, without a wait."""
 
 
 class KvMoves(Part, Generic[J]):
-    """Hands the jobs of a source to a mover, and those that have ended to the requests that wait for them."""
+    """Hands the jobs of a source to a mover, and their results to the requests that wait for them."""
 
     def __init__(self, source: Source[J], mover: Mover[J], waiting: WaitingRoom) -> None:
         self._source = source
@@ -54,7 +54,7 @@ class KvMoves(Part, Generic[J]):
         return self._mover.is_busy
 
     def close(self) -> Iterator[None]:
-        """Write what is to outlive the engine for a moment, and end the mover."""
+        """Write for a moment the blocks that are to outlive the engine, and end the mover."""
         end = time.monotonic() + _LAST_WRITES_SECONDS
         while self._source.writes_last:
             self._exchange(_WAIT_SECONDS)

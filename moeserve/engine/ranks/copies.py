@@ -38,9 +38,7 @@ class _Copying:
 
 
 class RankCopies:
-    """Rank 0's end: carries out the copies of all ranks. It is used as a `BlockCopier` is, once it is open."""
-
-    hosted = None
+    """Rank 0's end: carries out the copies of all ranks. Once it is open it is a `moeserve.engine.kv.moves.Mover`."""
 
     def __init__(self, send: Callable[[int, ToRank], None], ranks_of: Sequence[Sequence[int]]) -> None:
         """send: sends a message to a rank. ranks_of: by prefix cache, the ranks that hold its blocks, each a part."""
@@ -65,11 +63,10 @@ class RankCopies:
 
     @property
     def is_busy(self) -> bool:
-        """True until the result of every job has been taken."""
         return bool(self._open or self._ended)
 
     def start(self, job: CopyJob) -> None:
-        """Begin a job; `take` returns its result. Raise RankError if a rank has died."""
+        """Raise RankError if a rank has died."""
         assert self._own is not None
         number = self._number_of[job] = next(self._numbers)
         holders = self._ranks_of[job.rank]
@@ -82,7 +79,7 @@ class RankCopies:
                 self._own.start(job)
 
     def take(self, seconds: float = 0.0) -> list[Result[CopyJob]]:
-        """Return the results since the last call. Wait up to `seconds` for the first. Raise RankError."""
+        """Raise RankError if a rank has died."""
         assert self._own is not None
         for number, copying in self._open.items():
             if copying.job.is_cancelled and not copying.is_cancelled:
@@ -98,7 +95,6 @@ class RankCopies:
         return results
 
     def close(self) -> None:
-        """End the threads of rank 0 after their present jobs, without a wait."""
         if self._own is not None:
             self._own.close()
 
@@ -112,7 +108,7 @@ class RankCopies:
 
 
 def _joined(job: CopyJob, results: Sequence[Result[CopyJob]]) -> Result[CopyJob]:
-    """Return the result of a job of which every rank has done its part: a block is copied if all parts are."""
+    """Return the result of a job whose parts all ranks have done: a block is copied if all of its parts are."""
     sizes = [sum(of_parts) for of_parts in zip(*(result.num_bytes for result in results), strict=False)]
     errors = (result.error for result in results if len(result.num_bytes) == len(sizes) and result.error)
     return Result(job, sizes, max(result.seconds for result in results), next(errors, None), results[0].found)

@@ -53,7 +53,7 @@ class Buffer(Protocol):
 
 
 class BlockCopier:
-    """Copies blocks as jobs say, on threads of its own. One thread calls the methods.
+    """Copies blocks as jobs say, on threads of its own: a `moeserve.engine.kv.moves.Mover`.
 
     A thread reads or fills only blocks of its job. Until the job's result is taken, no other part of the engine writes,
     frees or reassigns them.
@@ -65,7 +65,7 @@ class BlockCopier:
         """buffers: makes the buffers of one thread, one for each kind of memory; it may raise an error. hosted: None if
         no block is kept in the host's memory as well."""
         self._files = files
-        self.hosted = hosted
+        self._hosted = hosted
         self._writes: SimpleQueue[CopyJob | None] = SimpleQueue()
         self._reads: SimpleQueue[_Part | _Search | None] = SimpleQueue()
         self._results: SimpleQueue[Result[CopyJob]] = SimpleQueue()
@@ -76,11 +76,9 @@ class BlockCopier:
 
     @property
     def is_busy(self) -> bool:
-        """True until the result of every job has been taken."""
         return self._num_open > 0
 
     def start(self, job: CopyJob) -> None:
-        """Begin a job; `take` returns its result."""
         self._num_open += 1
         if job.is_write:
             self._writes.put(job)
@@ -93,13 +91,11 @@ class BlockCopier:
             self._reads.put(_Part(read, start, min(start + _READ_AT_ONCE, len(job.copies))))
 
     def take(self, seconds: float = 0.0) -> list[Result[CopyJob]]:
-        """Return the results since the last call. Wait up to `seconds` for the first."""
         results = take_all(self._results, seconds)
         self._num_open -= len(results)
         return results
 
     def close(self) -> None:
-        """End the threads after their present jobs, without a wait."""
         self._writes.put(None)
         for _ in range(NUM_READERS):
             self._reads.put(None)
@@ -116,8 +112,8 @@ class BlockCopier:
                     buffer = buffers[copy.kind]
                     buffer.load(copy.block)
                     sizes.append(self._files.write(copy, buffer.content))
-                    if self.hosted is not None:
-                        self.hosted.keep(copy.path, buffer.content)
+                    if self._hosted is not None:
+                        self._hosted.keep(copy.path, buffer.content)
         except OSError as failure:
             error = str(failure)
             log.warning("kv_disk_not_written", error=error, consequence="these prefixes stay in memory alone")
@@ -130,8 +126,8 @@ class BlockCopier:
     def _do_chores(self, chores: Chores | None) -> None:
         if chores is not None:
             for path in chores.removals:
-                if self.hosted is not None:
-                    self.hosted.free(path)
+                if self._hosted is not None:
+                    self._hosted.free(path)
                 self._files.remove(path)
             for path, seconds in chores.stamps:
                 self._files.stamp(path, seconds)
@@ -175,12 +171,12 @@ class BlockCopier:
         buffer = buffers[copy.kind]
         try:
             buffer.aim(copy.block)
-            if self.hosted is not None and self.hosted.find(copy.path, buffer.content):
+            if self._hosted is not None and self._hosted.find(copy.path, buffer.content):
                 buffer.store(copy.block)
                 return len(buffer.content), True
             size = self._files.read(copy, buffer.content)
-            if self.hosted is not None:
-                self.hosted.keep(copy.path, buffer.content)
+            if self._hosted is not None:
+                self._hosted.keep(copy.path, buffer.content)
             buffer.store(copy.block)
         except FileNotFoundError:
             return GONE, False
@@ -298,18 +294,15 @@ class BlockBuffer:
             start = stop
 
     def aim(self, block: int) -> None:
-        """Let `content` be the bytes that `store` will write to a block of memory."""
         if self._rows is not None:
             self.content = memoryview(self._rows[block])
 
     def load(self, block: int) -> None:
-        """Take the bytes of a block of memory."""
         self.aim(block)
         for part, array in zip(self._parts, self._memory, strict=True):
             np.copyto(part, array[:, block])
 
     def store(self, block: int) -> None:
-        """Write the bytes to a block of memory."""
         for part, array in zip(self._parts, self._memory, strict=True):
             np.copyto(array[:, block], part)
 

@@ -1,4 +1,4 @@
-"""Publishes what the prefix caches hold: a thread that numbers, encodes and sends batches of events over ZeroMQ.
+"""Publishes the contents of the prefix caches: a thread that numbers, encodes and sends batches of events over ZeroMQ.
 
 The engine's thread only hands over the facts of a turn. Each rank has a PUB socket. The first batch makes subscribers
 forget an earlier life, but they may connect again after it was sent: so all blocks are published again when somebody

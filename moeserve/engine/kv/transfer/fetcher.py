@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 
 class BlockFetcher:
-    """Fetches blocks as jobs say, on threads of its own. One thread calls the methods.
+    """Fetches blocks as jobs say, on threads of its own: a `moeserve.engine.kv.moves.Mover`.
 
     A thread fills only blocks of its job. Until the job's result is taken, no other part of the engine reads, frees or
     reassigns them.
@@ -63,16 +63,13 @@ class BlockFetcher:
 
     @property
     def is_busy(self) -> bool:
-        """True until the result of every job has been taken."""
         return self._num_open > 0
 
     def start(self, job: FetchJob) -> None:
-        """Begin a job; `take` returns its result."""
         self._num_open += 1
         self._threads.submit(self._run, job)
 
     def take(self, seconds: float = 0.0) -> list[Result[FetchJob]]:
-        """Return the results since the last call. Wait up to `seconds` for the first."""
         results = take_all(self._results, seconds)
         self._num_open -= len(results)
         return results
@@ -199,7 +196,7 @@ class Fetch:
         return self.num_filled == len(self.job.copies)
 
     def ask(self, socket: zmq.Socket[bytes]) -> None:
-        """Ask for the next blocks, as many as may be on their way at once."""
+        """Ask for the next blocks, up to the most that may be on their way at once."""
         job = self.job
         while self._num_asked < min(len(job.copies), self.num_filled + _ASKED_AHEAD):
             count = min(BLOCKS_AT_ONCE, len(job.copies) - self._num_asked)
