@@ -24,11 +24,14 @@ class Runner(Protocol):
 
 
 class Executor(Protocol):
-    """Computes the plans of all ranks: `LocalExecutor`, `moeserve.engine.containment.ContainingExecutor` or
-    `moeserve.engine.ranks.steps.RankedExecutor`."""
+    """Computes the plans of all ranks: `LocalExecutor`, `moeserve.engine.containment.ContainingExecutor`, or one of
+    `moeserve.engine.ranks`, whose methods raise RankError once a rank has died or is silent."""
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
-        """Launch the step in which rank r computes `plans[r]`. The result lists one result per rank."""
+        """Launch the step in which rank r computes `plans[r]`. The result lists one result per rank.
+
+        Results are taken in the order of the steps.
+        """
 
     def check(self) -> None:
         """Raise the error that would make the next step fail. The engine calls this now and then while it idles."""

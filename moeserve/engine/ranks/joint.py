@@ -42,7 +42,6 @@ class JointExecutor:
         self._in_flight: deque[Pending[StepResult]] = deque()
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
-        """Launch a step on all ranks. Results must be taken in the order of the steps."""
         (plan,) = plans
         self._hub.send_all(Forward(self._plans.encode(plan)))
         with self._blaming():
@@ -50,7 +49,6 @@ class JointExecutor:
         return _JointStep(self, self._in_flight[-1])
 
     def check(self) -> None:
-        """Raise RankError if a rank has died or fallen silent between steps."""
         self._take_messages()
         self._hub.check_signs_of_life(self._timeout)
 

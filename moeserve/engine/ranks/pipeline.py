@@ -60,7 +60,6 @@ class PipelineExecutor:
         self._num_signs = 0
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
-        """Launch a step on all ranks. Results must be taken in the order of the steps."""
         launched_at, rows = time.monotonic(), StepRows.of(plans)
         counts = (tuple(rows.num_rows), tuple(rows.num_logit_rows)) if len(plans) > 1 else ()
         for place, (sender, plan) in enumerate(zip(self._plans, plans, strict=True)):
@@ -78,7 +77,6 @@ class PipelineExecutor:
         return self._num_signs
 
     def check(self) -> None:
-        """Raise RankError if a rank has died or fallen silent between steps."""
         while (message := self._hub.receive(0)) is not None:
             self._take(message)
         self._hub.check_signs_of_life(self._timeout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.model.spec import DecoderSpec
@@ -17,8 +17,6 @@ _WITHOUT_PIPELINE = {
     "expert_store_dir": "every rank keeps the experts of its layers in memory",
     "kv_transfer_config": "a block of keys and values lies in parts on all ranks",
 }
-
-
 # Settings that do not go together with `--tensor-parallel-size`, each with the reason, a clause.
 _WITHOUT_SHARDS = {
     "num_redundant_experts": "which replica serves a row would go by the group of ranks that has it",
@@ -31,10 +29,7 @@ def check_tensor(config: ServeConfig) -> None:
     """Raise ConfigError for settings that do not go together with shards of every layer on several ranks."""
     if config.tensor_parallel_size == 1:
         return
-    for name, reason in _WITHOUT_SHARDS.items():
-        if getattr(config, name) != getattr(ServeConfig, name):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} does not go together with --tensor-parallel-size: {reason}.")
+    _refuse(config, _WITHOUT_SHARDS, "--tensor-parallel-size")
     if config.device == "cuda" and config.expert_parallel_size * config.pipeline_parallel_size > 1:
         other = "expert" if config.expert_parallel_size > 1 else "pipeline"
         raise ConfigError(f"--tensor-parallel-size with --{other}-parallel-size is for CPUs so far.")
@@ -52,10 +47,7 @@ def check_pipeline(config: ServeConfig) -> None:
         if config.layers_per_rank is not None:
             raise ConfigError(f"--layers-per-rank {config.layers_per_rank} needs --pipeline-parallel-size.")
         return
-    for name, reason in _WITHOUT_PIPELINE.items():
-        if getattr(config, name) != getattr(ServeConfig, name):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} does not go together with --pipeline-parallel-size: {reason}.")
+    _refuse(config, _WITHOUT_PIPELINE, "--pipeline-parallel-size")
     if config.num_ranks > config.pipeline_parallel_size and config.pipeline_parallel_size % config.nnodes:
         raise ConfigError(
             f"--pipeline-parallel-size {config.pipeline_parallel_size}: {config.nnodes} nodes cannot have equally many "
@@ -98,3 +90,10 @@ def layers_of_ranks(config: ServeConfig, sizes: Sequence[int], joined: Collectio
             "layers of the model."
         )
     return counts
+
+
+def _refuse(config: ServeConfig, reasons: Mapping[str, str], beside: str) -> None:
+    """Raise ConfigError for a setting that is not at its default. reasons: by setting. beside: a flag."""
+    for name, reason in reasons.items():
+        if getattr(config, name) != getattr(ServeConfig, name):
+            raise ConfigError(f"--{name.replace('_', '-')} does not go together with {beside}: {reason}.")

@@ -73,7 +73,6 @@ class RankedExecutor:
         self._results: defaultdict[int, dict[int, StepResult]] = defaultdict(dict)
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
-        """Launch a step on all ranks. Results must be taken in the order of the steps."""
         rows, number = StepRows.of(plans).of_first_ranks(self._num_shards), plans[0].step
         counts = tuple(rows.num_rows), tuple(rows.num_logit_rows), rows.only_decodes
         for rank, sender in self._plans.items():
@@ -85,7 +84,6 @@ class RankedExecutor:
         return _RankedStep(step, lambda: self._wait(number))
 
     def check(self) -> None:
-        """Raise RankError if a rank has died or fallen silent between steps."""
         while (message := self._hub.receive(0)) is not None:
             self._take(message)
         self._hub.check_signs_of_life(self._timeout)
