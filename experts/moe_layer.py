@@ -22,9 +22,6 @@ from kernels.specs import GateSpec
 # unless T is 0. A dispatch to other ranks is called in every layer of every step, with no rows if need be.
 Dispatch = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 
-# Computes rows with the local experts: as `kernels.moe.moe_experts_partial`.
-LocalExperts = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
-
 
 class LoadingDispatch(ABC):
     """A `Dispatch` to local experts. It may have to load some of them first."""

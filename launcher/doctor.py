@@ -1,4 +1,4 @@
-"""`moeserve doctor`: what a model is, what of it fits into this machine, and what the machine is."""
+"""`moeserve doctor`: describe a model and this machine, and say which ways of serving it fit."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def doctor(
 
 
 def _check_gpu(lines: Iterator[Line]) -> int:
-    """Print what a probe finds as a table, and remember it for `--device auto`. Return the exit code."""
+    """Print the findings of a probe as a table, and remember them for `--device auto`. Return the exit code."""
     told: list[Checked] = []
     try:
         for line in lines:
@@ -154,7 +154,7 @@ def _check_gpu(lines: Iterator[Line]) -> int:
 
 
 def _look_at(url: str, api_key: str | None, *, as_json: bool) -> None:
-    """Print what a running service's figures say should be changed."""
+    """Print advice on a running service, by its figures."""
     from launcher.service_doctor import advice, read_figures
 
     sentences = advice(read_figures(url, api_key))
@@ -168,7 +168,7 @@ def _look_at(url: str, api_key: str | None, *, as_json: bool) -> None:
 
 
 def _reader(config: ServeConfig, gpus: str | None, memory: str | None) -> Callable[[], Machine]:
-    """Return what describes the machine: this one, or one that the options describe. Raise ConfigError."""
+    """Return a function that describes this machine, or the one of the options. Raise ConfigError."""
     if gpus is None and memory is None:
         return _read_machine
     from launcher.gpu_table import parse_gpus

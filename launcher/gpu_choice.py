@@ -78,7 +78,7 @@ def choose(names: list[str], folder: Path, on_gpu: ServeConfig, progress: Progre
 
 
 def run_probe(arguments: list[str]) -> Iterator[Line]:
-    """Run `launcher.gpu_probe` and yield what it tells. Raise GpuHangs if it tells nothing for long, or crashes."""
+    """Run `launcher.gpu_probe` and yield its lines. Raise GpuHangs if none come for long, or if it crashes."""
     command = [sys.executable, "-P", "-m", "launcher.gpu_probe", *arguments]
     environment = child_environment(os.environ, 1)
     with subprocess.Popen(

@@ -1,7 +1,7 @@
 """Looks at this machine's GPU: `python -m launcher.gpu_probe [--check] [--model FOLDER --settings JSON]`.
 
-It prints lines of JSON: a `Found`, a `Check` for each check, and for a model a `Fit`. A GPU that hangs or crashes takes
-no other process with it.
+It prints lines of JSON: a `Found`, a `Checked` for each check, and for a model a `Fit`. A GPU that hangs or crashes
+takes no other process with it.
 """
 
 from __future__ import annotations

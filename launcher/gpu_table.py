@@ -1,4 +1,4 @@
-"""GPUs by what their makers say of them (`gpus.json`), for those that are elsewhere and for the budget of steps."""
+"""GPUs by the data of their makers (`gpus.json`), to plan for other machines and to choose the budget of steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def all_gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Return the GPUs of `8xH100-80G`, `L4-24G` or `4x24GB`. Raise ConfigError, which names those of the table."""
+    """Return the GPUs of `8xH100-80G`, `L4-24G` or `4x24GB`. Raise ConfigError, which lists the table."""
     table = _table()
     found = re.fullmatch(r"(?:(\d{1,4})x)?(.+)", text.strip(), re.IGNORECASE)
     name = None if found is None else _named(found[2].lower(), table)
@@ -63,7 +63,7 @@ def with_step_budget(config: ServeConfig, names: Sequence[str]) -> ServeConfig:
 
 
 def _named(wanted: str, table: dict[str, dict[str, Any]]) -> str | None:
-    """Return the name of a card of the table. Of those with a memory, `24gb`, it is the middle one by bandwidth."""
+    """Return the name of a card of the table. `24gb` is the middle one, by bandwidth, of all cards with that memory."""
     if (name := next((name for name in table if name.lower() == wanted), None)) is not None:
         return name
     ending = f"-{wanted.removesuffix('b')}"

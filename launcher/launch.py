@@ -225,7 +225,7 @@ def describe(url: str, key: str | None) -> Server:
 
 
 def _model_at(url: str, key: str | None) -> dict[str, Any]:
-    """Return what the server says of its first model. Raise ServerError."""
+    """Return the first entry of the server's `/v1/models`. Raise ServerError."""
     with open_url(f"{url}/v1/models", None, key) as response:
         found: dict[str, Any] = json.load(response)["data"][0]
     return found

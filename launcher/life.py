@@ -1,4 +1,4 @@
-"""The lives of children: one life, what may have caused its end, and whether another one follows."""
+"""The lives of children: one life, the possible causes of its end, and whether another one follows."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def configure_logs(level: str, log_format: str, fields: Mapping[str, Any] | None
 
 
 class _Forwarding(logging.Handler):
-    """Writes what libraries log as lines of this program; `logger` names the library's logger.
+    """Writes the log lines of libraries as lines of this program; `logger` names the library's logger.
 
     `logging.shutdown`, which the interpreter calls when it ends, waits until the stream's lines are written.
     """

@@ -39,7 +39,7 @@ def own_service(settings: Sequence[str]) -> Iterator[str]:
     child = [sys.executable, "-P", "-m", "launcher.child", str(os.getpid())]
     command = [*child, "launcher.cli", "serve", *settings, *quiet, "--port", "0"]
     # A session of its own: Ctrl-C is for this process, which ends the service, even where it is killed itself.
-    # A terminal is the service's own, for its progress. Elsewhere what it says is passed on, and the reason is kept.
+    # A terminal is the service's own, for its progress. Elsewhere its lines are passed on, and its errors are kept.
     heard = None if sys.stderr is not None and sys.stderr.isatty() else subprocess.PIPE
     service = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=heard, text=True, start_new_session=True)
     errors: list[str] = []
@@ -66,8 +66,7 @@ def own_service(settings: Sequence[str]) -> Iterator[str]:
 
 
 def _pass_on(stream: TextIO | None, errors: list[str], started: Event) -> None:
-    """Write what a service says on its standard error to this process's, but add its errors to `errors` until it has
-    started: they are the reason that is raised."""
+    """Copy a service's standard error to this process's, but add its errors to `errors` until it has started."""
     for line in stream or ():
         if line.startswith(_ERROR) and not started.is_set():
             errors.append(line.removeprefix(_ERROR).strip())

@@ -31,8 +31,8 @@ def child_environment(environment: Mapping[str, str], threads: int) -> dict[str,
 
     Children run the code of this very installation, whatever the working directory holds.
 
-    Idle threads of torch spin for some microseconds, which bridges the gap to the next operation, and then sleep; those
-    of the compiled kernels are the own ones of `kernels/cpu/team.cpp`. By default torch's would spin for milliseconds
+    Idle threads of torch spin for some microseconds, which bridges the gap to the next operation, and then sleep; the
+    compiled kernels have threads of their own (`kernels/cpu/team.cpp`). By default torch's would spin for milliseconds
     and take the core from the thread that the others wait for: next to one busy neighbour on two cores a matrix product
     then takes ten times as long. Huge pages halve the time of loading.
     Triton fuses products and sums; versions from 3.10 on would not by default. Segments of a GPU's memory that grow
@@ -85,7 +85,7 @@ class Child:
         """`name` is for sentences; `ended` is done once the process is reaped. `pass_fds` stay open in the child."""
         self.name = name
         command = [sys.executable, "-P", "-m", "launcher.child", str(os.getpid()), module, *arguments]
-        # The child inherits the mask, until it has said what SIGHUP means to it (`launcher.child`).
+        # The child inherits the mask, until it has a handler of SIGHUP (`launcher.child`).
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
         try:
             self._process = subprocess.Popen(
@@ -189,6 +189,7 @@ async def statuses(descriptor: int) -> AsyncIterator[Status]:
 
 
 def reporter(pipe: TextIO) -> Report:
+    """Return a function that writes a status as a line of the pipe."""
 
     def report(status: Status) -> None:
         pipe.write(msgspec.json.encode(status).decode() + "\n")

@@ -134,7 +134,7 @@ class Results:
         return f"{self._path}: {self.num_succeeded} succeeded, {self.num_failed} failed{before}."
 
     def _take_over(self) -> None:
-        """Read what an earlier run has written; cut off a line that it did not finish."""
+        """Read the results of an earlier run; cut off a line that it did not finish."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -163,7 +163,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sends jobs to a server, several at once, and writes what becomes of them."""
+    """Sends jobs to a server, several at once, and writes their results."""
 
     endpoint: Endpoint
     api_key: str | None

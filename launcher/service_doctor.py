@@ -1,4 +1,4 @@
-"""`moeserve doctor --url`: what a running service's own figures say should be changed."""
+"""`moeserve doctor --url`: advice on a running service, by its own figures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_figures(url: str, api_key: str | None) -> Figures:
 
 
 def advice(figures: Figures) -> list[str]:
-    """Return what to change, a sentence each, the most urgent first; nothing where all is well."""
+    """Return a sentence for each change that would help, the most urgent first."""
     return [*_failures(figures), *_refusals(figures), *_memory(figures), *_cache(figures), *_experts(figures)]
 
 

@@ -18,7 +18,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENT = "model"
 
 
-# What flags of other servers are here, by their names.
+# The words for flags of other servers, by their names: the flag that does the same here.
 _FLAGS_OF_OTHERS = {
     **dict.fromkeys(("--ctx-size", "-c", "--context-length", "--max-total-tokens"), "--max-model-len sets the context"),
     **dict.fromkeys(("--model", "-m", "--model-path", "--model-id", "-hf", "--hf-repo"), "MODEL is the first argument"),
@@ -163,7 +163,7 @@ set_option = click.option(
 
 
 def serve_arguments(flags: Mapping[str, Any], config: ServeConfig) -> list[str]:
-    """Return settings as arguments of `moeserve serve`. config: that has come of the flags."""
+    """Return settings as arguments of `moeserve serve`. config: the settings that the flags make."""
     words = []
     for name, given in flags.items():
         flag, value = "--" + name.replace("_", "-"), getattr(config, name)

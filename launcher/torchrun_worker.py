@@ -58,7 +58,7 @@ def _config_of_group(config: ServeConfig) -> ServeConfig:
             "launcher.worker is for torchrun (torchrun --nproc-per-node 2 -m launcher.worker MODEL): "
             "on its own, use moeserve serve."
         ) from None
-    # Ranks that share each layer are groups of those that share the experts, and these the stages of a pipeline.
+    # Ranks that share each layer are a group; the groups that share the experts are a stage of the pipeline.
     num_groups, ungrouped = divmod(num_ranks, config.tensor_parallel_size)
     if ungrouped:
         raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: torchrun started {num_ranks} ranks.")

@@ -25,7 +25,7 @@ class Forever:
     """Repeats a turn on a task of the event loop, until the turn returns False."""
 
     def __init__(self, name: str, turn: Callable[[], Awaitable[bool | None]], apart_s: float = 0.0) -> None:
-        """name: for the log. turn: settles by itself what waits for it, also where it fails. apart_s: seconds between
+        """name: for the log. turn: settles its own waiters, also where it fails. apart_s: seconds between
         two turns."""
         self._name, self._turn, self._apart_s = name, turn, apart_s
         self._task: asyncio.Task[None] | None = None

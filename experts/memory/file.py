@@ -95,7 +95,7 @@ def write_expert_file(
 
 
 def _move_to_disk(file: BufferedWriter) -> None:
-    """Wait until the disk has what was written, and drop it from the page cache."""
+    """Wait until the written bytes are on the disk, and drop them from the page cache."""
     file.flush()
     os.fsync(file.fileno())
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -18,7 +18,7 @@ _LEARNING_RATE = 0.05
 _LONGEST = 4.0
 # Events of a layer after which a use counts half.
 _HALF_LIFE = 64
-# An expert moves in if what the host then saves, while uses count, is this multiple of the copy's seconds. Below 1, as
+# An expert moves in if the host then saves, while uses count, this multiple of the copy's seconds. Below 1, as
 # the link has nothing else to do then.
 _WORTH_COPIES = 0.5
 
@@ -40,7 +40,7 @@ class HostCosts:
         return ComputeCosts(copy_seconds, self._call, list(zip(self._rows, self._seconds, strict=True)))
 
     def seconds(self, num_rows: int) -> float:
-        """Return the seconds of one expert with this number of rows, beside those of the call."""
+        """Return the seconds of one expert with this number of rows, without the seconds of the call."""
         return sum(self._seconds[place] * weight for place, weight in self._weights(num_rows))
 
     def learn(self, num_rows: Iterable[int], seconds: float) -> None:

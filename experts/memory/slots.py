@@ -145,7 +145,7 @@ class DeviceSlots:
         self._used[layer] = self._copies.mark()
 
     def _staging_memory(self) -> Tensor:
-        """Return the next buffer in turn. There are as many as queued copies, so the last copy out of it is over."""
+        """Return the next buffer in turn. There are as many buffers as queued copies, so its last copy is over."""
         if not self._staging:
             size = min(self.piece_bytes, self.slot_bytes)
             self._staging = [page_locked(size, self._device) for _ in range(_MAX_QUEUED)]

@@ -18,7 +18,7 @@ _SEAT_BYTES = 64  # as in board.cpp
 
 
 class Board:
-    """All ranks open the same file, and then call `exchange` in the same order, with as many bytes each."""
+    """All ranks open the same file, and then call `exchange` in the same order, each with the same number of bytes."""
 
     def __init__(self, path: Path, rank: int, num_ranks: int, kernels: NativeKernels) -> None:
         """Raise OSError if the file system has no room for the board."""

@@ -221,7 +221,7 @@ class Collectives:
         return total
 
     def _exchange_parts(self, parts: Tensor, num_rows: int) -> Tensor:
-        """Return the `num_rows` rows that each rank has for this one. All have as many."""
+        """Return the `num_rows` rows that each rank has for this one, the same number from every rank."""
         sizes = [num_rows] * self.num_ranks
         if self._board is None or parts.nbytes > BOARD_BYTES:
             return self.all_to_all(parts, sizes, sizes)

@@ -27,7 +27,7 @@ class PrefetchRules:
 
     min_probability: the least probability to begin a prefetch. keep_probability: the least probability to go on with
     one, lower so that a wavering prediction does not undo copies. margin: by how much an expert must be likelier than
-    the expert it evicts. max_bytes: the bytes that one plan may ask for, None for as many as can arrive on time.
+    the expert it evicts. max_bytes: the bytes that one plan may ask for, None for all bytes that can arrive on time.
     """
 
     max_distance: int = 3
@@ -85,7 +85,7 @@ class PrefetchPlanner:
         return [self._predictor.predict(layer, distance) for distance in range(1, last + 1)]
 
     def request(self, layer: int, expected: list[Float], loads_per_layer: float) -> None:
-        """Tell the control what `expect` found; the caller holds the lock that guards the control.
+        """Tell the control the result of `expect`; the caller holds the lock that guards the control.
 
         A layer whose scores are all 0 is not known yet: earlier requests stay.
 

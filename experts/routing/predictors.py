@@ -1,4 +1,4 @@
-"""Predict which experts a step needs one to three layers ahead, from what the gates have chosen so far. Torch-free.
+"""Predict which experts a step needs one to three layers ahead, from the gates' choices so far. Torch-free.
 
 `AffinityPredictor` knows the tokens of a step and all their choices, and learns while serving. `RecallSample` measures
 predictions.

@@ -1,4 +1,4 @@
-"""`moeserve bench decode`: the products of a model's step on this CPU, with random weights, beside what bounds them."""
+"""`moeserve bench decode`: the products of a model's step on this CPU, with random weights, beside their bounds."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ from moeserve.plan import Chunk, StateUse
 
 # Tokens of the prompts that are computed before the first request, beside the largest: each may be its own variant.
 _WARM_UP_SIZES = (1, 2, 16, 64)
+_NO_RANKS = "ranks share no model on transformers' code on GPUs"
 
 
 class TransformersGpuBody:
@@ -72,16 +73,16 @@ class TransformersGpuBody:
         self._told, self._began, self._seconds = told, time.monotonic(), dict[str, float]()
 
     def compute_of(self, layer: int) -> Any:
-        raise NotImplementedError("ranks share no model on transformers' code on GPUs")
+        raise NotImplementedError(_NO_RANKS)
 
     def take_expert(self, reader: LayerExperts) -> Any:
-        raise NotImplementedError("ranks share no model on transformers' code on GPUs")
+        raise NotImplementedError(_NO_RANKS)
 
     def install_expert(self, experts: Experts, slot: int, taken: Any) -> None:
-        raise NotImplementedError("ranks share no model on transformers' code on GPUs")
+        raise NotImplementedError(_NO_RANKS)
 
     def meet(self, decoder: StepDecoder, group: Group) -> None:
-        raise NotImplementedError("ranks share no model on transformers' code on GPUs")
+        raise NotImplementedError(_NO_RANKS)
 
     def record_loaded(self) -> None:
         self._passed("load_s")

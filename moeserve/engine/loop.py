@@ -137,7 +137,7 @@ class Engine:
         return Heartbeat(pid=self._ready.pid, progress=progress, busy=not self._scheduler.is_idle)
 
     def _idle(self) -> None:
-        """Check what can be checked without a step, and wait a moment for messages unless there is work."""
+        """Check memory and ranks between steps, and wait a moment for messages unless there is work."""
         self._scheduler.check_idle()
         self._steps.check()
         if self._inbox or self._commands.is_waiting:

@@ -51,7 +51,7 @@ class RequestLine:
         self._is_apart = True
 
     def spend(self, spent: Spent, fields: dict[str, Any]) -> None:
-        """Enter the answer's tokens, and what else its line says of it."""
+        """Enter the answer's tokens and the other fields of its line."""
         if self._is_apart and self._ledger is not None:
             self._ledger.tell(spent, "answer", fields)
             return

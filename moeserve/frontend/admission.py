@@ -225,7 +225,7 @@ class Admission:
     def _check_places(self, num_choices: int, capacity: int, terms: Terms, key: tuple[str, bool]) -> None:
         """Raise ApiError unless the tenant finds places: there are some, or it has less than its share of them.
 
-        Requests in the background have places of their own, as many.
+        Requests in the background have as many places of their own.
         """
         own = self._held[key] + num_choices
         if terms.queue < 1 and own > terms.queue * capacity:

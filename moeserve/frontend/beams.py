@@ -161,7 +161,7 @@ class Beams:
         return outputs
 
     async def _advance(self) -> list[tuple[int, Output]]:
-        """Let each prompt take a step. Return the answers of those whose search has ended."""
+        """Let each prompt take a step. Return the answers of the searches that have ended."""
         ended = list[tuple[int, Output]]()
         for prompt in self._prompts:
             prompt.search.advance([run.logprobs.pop(0).top for run in prompt.runs])

@@ -335,7 +335,7 @@ class Places:
 class PlainCycle(RequestResponseCycle):
     """An answer to HTTP/1.0, which knows no chunks: one of unknown length ends with its connection.
 
-    uvicorn sends either chunks or as many bytes as were announced. So each message is announced with its own length.
+    uvicorn sends either chunks or exactly the announced bytes. So each message is announced with its own length.
     """
 
     @classmethod

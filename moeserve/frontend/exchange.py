@@ -225,7 +225,7 @@ def token_fields(answer: Answer) -> dict[str, Any]:
 
 
 def spent_of(name: str, answer: Answer) -> Spent:
-    """Return what the key with the name has spent on an answer."""
+    """Return the tokens of an answer on the account of the key with the name."""
     usage = answer.usage
     return Spent(name, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
@@ -342,7 +342,7 @@ def take_entry(answer: Answer, entry: Entry) -> list[Delta]:
 
 
 class DeltaWriter:
-    """Writes the events of deltas, before the first delta of a choice those that begin it."""
+    """Writes the events of deltas, and before the first delta of a choice the events that begin it."""
 
     def __init__(self, formatter: Formatter) -> None:
         self._formatter = formatter

@@ -17,7 +17,7 @@ _FREE_PLACES = 0.5  # the part of all places that is not set aside for the parts
 class OpenRequests:
     """Counts the requests that are answered, or are to be. Refusals are counted in `rejections`.
 
-    Half of the places are for whoever comes. A key finds as many as its part of all of them though these are taken.
+    Half of the places are for whoever comes. A key has its part of all places even where that half is taken.
     """
 
     def __init__(self, most: int, part_of: Callable[[bytes], float], rejections: Counter[str]) -> None:

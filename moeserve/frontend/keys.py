@@ -71,7 +71,7 @@ class AuthGate:
     the request holds into `scope["state"]["hold"]`, or raises ApiError."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, routes: RouteTable, places: OpenRequests, held: HeldBytes) -> None:
-        """places: for requests, but not those by which operators look at the server."""
+        """places: for requests, except the ones by which operators look at the server."""
         self._app = app
         self._keys = keys
         self._routes = routes
@@ -145,7 +145,7 @@ class KeyRing:
         return iter(self._now.by_digest.values())
 
     def adopt(self, other: KeyRing) -> list[Identity]:
-        """Have the keys of another ring from now on; return those that are not valid any more."""
+        """Have the keys of another ring from now on; return the keys that are not valid any more."""
         gone = [one for digest, one in self._now.by_digest.items() if digest not in other._now.by_digest]
         self._now = other._now
         return gone
@@ -163,7 +163,7 @@ class KeyRing:
         return self._now.stored.get(digest, 0.0) if self else 1.0
 
     def part(self, digest: bytes) -> float:
-        """Return the part, by weight, of the key with this digest: 1 without keys, 0 for what is no key's."""
+        """Return the part, by weight, of the key with this digest: 1 without keys, 0 for any other digest."""
         if not self:
             return 1.0
         holder = self.holder(digest)

@@ -1,4 +1,4 @@
-"""Every bound on what a client may ask, in one table, and how many connections the system lets a process have."""
+"""Every bound on requests, in one table, and the number of connections that the system lets a process have."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Process(NamedTuple):
 
 
 class _OfToday:
-    """Adds up what a counter has gained today. The counter begins anew with each engine."""
+    """Adds up the gain of a counter over today. The counter begins anew with each engine."""
 
     def __init__(self, today: Callable[[], date]) -> None:
         self._today = today

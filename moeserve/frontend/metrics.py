@@ -1,4 +1,4 @@
-"""The metrics that Prometheus scrapes: what the frontends measure, and the engine's newest counters.
+"""The metrics that Prometheus scrapes: the frontends' measurements, and the engine's newest counters.
 
 Several frontends count in files of one folder (the multiprocess mode of prometheus_client), so that each of them
 reports the sums of all when it is scraped, and no count is lost when one ends.

@@ -41,7 +41,8 @@ class RequestBoundary:
     Handlers add fields to the log line in `scope["state"]["log"]`: counts and times, never text. An answer's tokens go
     to `scope["state"]["line"]`.
     `scope["state"]["error_body"]` writes an error as this request's client would get it. Requests begin a few in each
-    turn of the event loop, and go on with their bodies likewise, except those by which operators look at the server.
+    turn of the event loop, and go on with their bodies likewise, except the requests by which operators look at the
+    server.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: RouteTable, ledger: Ledger | None = None) -> None:

@@ -46,7 +46,7 @@ def serve(services: Services, listener: socket.socket, beat_fd: int | None = Non
 class Ticker:
     """Writes a byte into a pipe a few times a second, as long as the event loop turns.
 
-    The byte is what `state` returns. The supervisor listens (`launcher.watches`).
+    `state` returns the byte. The supervisor listens (`launcher.watches`).
     """
 
     def __init__(self, descriptor: int, state: Callable[[], Tick]) -> None:

@@ -214,7 +214,7 @@ class Services:
 
     @property
     def fingerprint(self) -> str:
-        """The name of what computes answers. Before an engine was ready, that of the model."""
+        """The fingerprint of the engine that computes answers. Before one was ready, that of the model."""
         ready = self.engine.ready
         return f"fp_{(self.run.model_hash if ready is None else ready.fingerprint)[:12]}"
 

@@ -61,7 +61,7 @@ class PublicPrefixes:
 
 
 class SettingFiles:
-    """Watches the files, and has the service go by what they say."""
+    """Watches the files, and has the service follow their contents."""
 
     def __init__(self, services: Services, keys: KeyRing, book: UsageBook, public: PublicPrefixes) -> None:
         config = services.run.config

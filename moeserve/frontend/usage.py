@@ -1,4 +1,4 @@
-"""The accounts of keys: what each has used, and the limits that its next request must keep to.
+"""The accounts of keys: their counts, and the limits that the next request must keep to.
 
 All HTTP processes of a service count in the store's file, so a limit holds for all of them together, and counts outlive
 every process. An answer is counted with its log line (`store/usage.py`), a few at a time.
@@ -64,7 +64,7 @@ class UsageBook:
         self._looking.start()
 
     async def stop(self) -> None:
-        """Count what has come, and wait a moment until it is in the log."""
+        """Count the answers that have ended, and wait a moment until their lines are in the log."""
         await self._looking.stop()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_LINES_S):
@@ -147,7 +147,7 @@ class UsageBook:
     # Writing.
 
     async def _count(self) -> None:
-        """Count what has come since the last turn, then write its lines. Where the store fails the lines are written at
+        """Count the answers since the last turn, then write their lines. Where the store fails the lines are written at
         once, and counted when it works again."""
         await self._work.wait()
         self._work.clear()
@@ -170,7 +170,7 @@ class UsageBook:
                     counted.set_result(None)
 
     async def _look(self) -> None:
-        """Drop the lines that are written, and write those that dead processes have left."""
+        """Drop the lines that are written, and write the lines that dead processes have left."""
         with suppress(ApiError):  # of the store, which has logged it
             if self._drain_logs(0.0):
                 await self._drop_written()

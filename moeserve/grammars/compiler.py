@@ -59,6 +59,6 @@ def error_in(tokens: LLTokenizer, grammar: str) -> str | None:
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """Return the error of a failed matcher without what it shows of the grammar and of names in it."""
+    """Return the error of a failed matcher without the parts that show the grammar or names in it."""
     text = _OF_THE_GRAMMAR.sub("", matcher.get_error().removesuffix("<non-verbose/>"))
     return _AT_SCHEMA.sub("", text).strip()

@@ -125,7 +125,7 @@ class _Writer:
         raise _refusal(schema, path)
 
     def _named(self, ref: str) -> str:
-        """Return the name of the rule for what a reference names."""
+        """Return the name of the rule for the target of a reference."""
         if ref not in self._names:
             document, *steps = [step.replace("~1", "/").replace("~0", "~") for step in ref.split("/")]
             if document != "#":

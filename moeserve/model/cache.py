@@ -294,7 +294,7 @@ def _read_manifest(folder: Path) -> tuple[bytes, Manifest]:
 
 
 def identity_of(status: os.stat_result) -> Identity:
-    """Return what distinguishes a file from a later one at its path."""
+    """Return the facts that distinguish a file from a later one at its path."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 

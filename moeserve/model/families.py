@@ -49,10 +49,7 @@ def load_config(directory: Path) -> dict[str, Any]:
     configuration classes of transformers are used. Code in the folder never runs: ``model_type`` chooses among the
     installed classes, and ``auto_map`` is ignored.
     """
-    path = directory / "config.json"
-    if not path.exists():
-        raise ModelError(f"There is no config.json in {directory}.")
-    raw = read_json(path)
+    raw = read_config(directory)
     model_type = check_model_type(raw.get("model_type"))
     check_numbers(raw)
 
@@ -68,8 +65,8 @@ def load_config(directory: Path) -> dict[str, Any]:
     try:
         config = CONFIG_MAPPING[model_type].from_dict(with_special_floats(raw)).to_dict()
     except Exception as error:  # Each configuration class has its own validators with their own exception types.
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{path} is not a valid {model_type} configuration: {reason.removesuffix('.')}.") from error
+        file, reason = directory / "config.json", " ".join(str(error).split()).removesuffix(".")
+        raise ModelError(f"{file} is not a valid {model_type} configuration: {reason}.") from error
     return {**config, "quantization_config": quantization}
 
 

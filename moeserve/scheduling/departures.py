@@ -20,7 +20,7 @@ _MOST_GIVEN_UP = 1 / 2
 _NEXT_TRIED = 0.8
 # At the deadline this share of the clients that stay until the best age are still there.
 _STAYING = 0.9
-# The deadline grows by this share while as many requests end as run at once, to notice when clients have become more
+# The deadline grows by this share while one round of running requests ends, to notice when clients have become more
 # patient.
 _DEADLINE_GROWTH = 0.1
 

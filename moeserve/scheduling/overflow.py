@@ -70,7 +70,7 @@ class OverflowCosts:
 
 
 def fate_of(victim: Victim, costs: OverflowCosts, policy: Overflow) -> Fate:
-    """Return what to do with a victim's KV. Costs that are not known are measured by swapping."""
+    """Return the fate of a victim's KV. Costs that are not known are measured by swapping."""
     if victim.num_blocks <= victim.num_before:
         return Fate.KEEP
     if policy is not Overflow.AUTO:

@@ -1,10 +1,10 @@
 """Parts: optional features beside the spine of scheduler and engine, which call them and know none by name.
 
 A part keeps its own state by request id. Parts are called in the order of the list that scheduler and engine are given:
-first those that end requests, then sources of KV (other services before the tier below memory), then those that hold
-requests back, then those that say how texts go on (thoughts, then drafts, then grammars, which correct drafts), then
-those that follow what became of requests, last the engine's. Of several parts with waiting requests the first one gets
-the engine's wait. A part that does not override a hook is not called for it.
+first the parts that end requests, then the sources of KV (other services before the tier below memory), then the parts
+that hold requests back, then the parts that say how texts go on (thoughts, then drafts, then grammars, which correct
+drafts), then the parts that follow ended requests, last the engine's. Of several parts with waiting requests the first
+one gets the engine's wait. A part that does not override a hook is not called for it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Part:
         """Do the part's work of a turn of the engine's loop, before its step is planned."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait for what requests wait for here, and do the work of a turn. Return False, at once, if none waits.
+        """Wait for the part's next event, and do the work of a turn. Return False, at once, if no request waits here.
 
         Called while every open request waits for something.
         """
@@ -185,7 +185,7 @@ class Part:
 
 
 def overriding(parts: Iterable[Part], hook: Callable[Concatenate[Part, P], T]) -> tuple[Callable[P, T], ...]:
-    """Return a hook of those parts that override it, in their order. hook: a method of `Part`."""
+    """Return the methods of the parts that override a hook, in their order. hook: a method of `Part`."""
     name = hook.__name__
     own = (getattr(part, name) for part in parts if getattr(type(part), name) is not hook)
     return tuple(cast(Callable[P, T], method) for method in own)

@@ -14,12 +14,12 @@ from radix_cache import PrefixCache
 # beside prompts that nothing continues 60 s kept more of the others than 10 s (docs/prompt-cache.md). A turn
 # that is continued later goes by its last use like any other prefix.
 RETAINED_S = 60.0
-# The number of latest ended requests whose calls may still be told of: a frontend tells within milliseconds.
+# The number of latest ended requests whose calls a frontend may still report: it does so within milliseconds.
 _MOST_ENDED = 64
 
 
 class ToolWaits(Part):
-    """Retains what ended requests have computed, once a frontend tells that their answers call tools."""
+    """Retains the KV of ended requests once a frontend tells that their answers call tools."""
 
     def __init__(self, caches: Sequence[PrefixCache], retained_s: float = RETAINED_S) -> None:
         """caches: by rank."""

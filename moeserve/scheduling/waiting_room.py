@@ -140,7 +140,7 @@ class WaitingRoom:
         return late
 
     def _next(self) -> list[Request]:
-        """Return the requests whose blocks are looked for elsewhere: those that parts hurry, and the next ones."""
+        """Return the requests whose blocks are looked for elsewhere: the ones that parts hurry, and the next ones."""
         if not (len(self.queue) or self._kept_out):
             return []
         most = min(max(0, self._pace.num_places() - len(self._running)) + 1, FORESEEN)
@@ -151,7 +151,7 @@ class WaitingRoom:
         return list(dict.fromkeys((*hurried, *kept_out, *first)))
 
     def _take_out_next(self, source: Source[Any]) -> None:
-        """Take out the next requests that wait for a source. Those behind them are next then, and are asked as well."""
+        """Take out the next requests that wait for a source. The requests behind them are next then and asked, too."""
         asked, num_tokens = set[str](), 0
         loads: RankLoads | None = None
         while new := [r for r in self._next() if r.request_id not in asked and source.concerns(r)]:

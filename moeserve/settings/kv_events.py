@@ -1,4 +1,4 @@
-"""The setting `--kv-events-config`: whether and where the service publishes what its prefix caches hold.
+"""The setting `--kv-events-config`: whether and where the service publishes the contents of its prefix caches.
 
 It is the JSON object that vLLM takes under the same name, with two fields of our own, `format` and `connect`. This
 module needs the standard library alone.

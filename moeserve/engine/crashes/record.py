@@ -29,7 +29,7 @@ _STEPS_DONE = _FILE_HEAD.size
 _ARRIVALS_DONE = _STEPS_DONE + _NUMBER.size
 _SLOTS = _ARRIVALS_DONE + _NUMBER.size
 _SLOT_HEAD = struct.Struct("<II")  # crc32 and length of the bytes that follow
-# The slots of an arrival and of the suspects lie behind those of steps, which take turns.
+# The slots of steps, which take turns, come first, then one of an arrival and one of the suspects.
 _OTHER_SLOTS = 2
 _BYTES_PER_REQUEST = 64  # a request's id, its number of tokens, and what MessagePack adds
 _OTHER_BYTES = 512

@@ -14,7 +14,7 @@ from moeserve.engine.gpu_check.models import CONFIGS, wrong_tokens
 
 
 def run_checks(wanted: Callable[[str], bool] = lambda _: True) -> Iterator[Checked]:
-    """Check the current GPU, and yield what was found. wanted: tells by its name whether to run a check.
+    """Check the current GPU, and yield the findings. wanted: tells by its name whether to run a check.
 
     A fault ends no other check.
     """

@@ -399,7 +399,7 @@ class Formatter(ABC):
         return b""
 
     def resumed(self) -> bytes:
-        """Return what tells that another engine went on with the answer."""
+        """Return the event that tells that another engine went on with the answer."""
         return RESUMED
 
     @abstractmethod

@@ -82,7 +82,7 @@ def model_name(name: str, namespace: str | None) -> str:
 
 
 def read_tools(tools: list[dict[str, Any]] | None, items: Sequence[Item] = ()) -> ToolSet:
-    """Return the tools of a body, then those that its items bring. Raise ApiError.
+    """Return the tools of a body, then the tools that its items bring. Raise ApiError.
 
     Built-in ones, which this server does not have, are dropped. Items repeat tools from turn to turn: the first counts.
     """

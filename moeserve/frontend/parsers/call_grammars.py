@@ -172,7 +172,7 @@ def _parameters(rules: Rules, tool: Tool, layout: Layout) -> str:
 
 
 def _value(rules: Rules, inner: Any, schema: Mapping[str, Any], layout: Layout, tool: Tool) -> str:
-    """Return the expression for what follows an argument's name: its value and the tags around it."""
+    """Return the expression for an argument behind its name: its value and the tags around it."""
     types = types_of(inner, schema)
     is_text = not types or "string" in types
     head = _tags(rules, layout, layout.argument[1].replace("STRING", "true" if is_text else "false"))
@@ -189,7 +189,7 @@ def _value(rules: Rules, inner: Any, schema: Mapping[str, Any], layout: Layout, 
 
 
 def _tags_behind(layout: Layout) -> list[str]:
-    """Return the tags of which one follows a value that has ended."""
+    """Return the tags that may follow a value that has ended."""
     parts = (layout.argument[0], *layout.region, layout.call[0], layout.call[2])
     return [part.strip().rstrip('"') for part in parts if part.strip()]
 

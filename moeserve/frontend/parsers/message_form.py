@@ -1,4 +1,4 @@
-"""Answers that are messages: each a header, a marker, and a body. The header or the marker says what the body is.
+"""Answers that are messages: each a header, a marker, and a body. The header or the marker says the kind of the body.
 
 In the harmony form of gpt-oss `<|channel|>analysis<|message|>` is reasoning, `final` and `commentary` are text, and a
 message to `functions.NAME` is a call, whose body is the JSON of its arguments. Muse's messages go to `self`, to `user`

@@ -148,5 +148,5 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what references of a schema may name."""
+    """Return the definitions that references of a schema may name."""
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}

@@ -107,7 +107,7 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def _parts(schema: Any, root: Any) -> list[dict[str, Any]]:
-    """Return a schema, what it refers to and its branches, each once."""
+    """Return a schema, the schemas that it refers to and its branches, each once."""
     waiting, parts, seen = [schema], list[dict[str, Any]](), set[int]()
     for part in waiting:  # which grows meanwhile
         if not isinstance(part, dict) or id(part) in seen:

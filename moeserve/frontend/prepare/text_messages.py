@@ -223,7 +223,7 @@ def unpack_reply(frame: bytes) -> Reply:
 
 
 def for_answer(request: GenerateRequest) -> GenerateRequest:
-    """Return the request with what its answer needs of its prompts, its tools and its format."""
+    """Return the request with no more of its prompts, tools and format than its answer needs."""
     prompts: list[ChatPrompt | str | list[int]] = []
     for prompt in request.prompts:
         if isinstance(prompt, ChatPrompt):

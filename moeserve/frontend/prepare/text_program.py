@@ -67,7 +67,7 @@ class CheckLine(msgspec.Struct, omit_defaults=True):
 
 
 class Nursery:
-    """Forks workers. They share what this process has loaded."""
+    """Forks workers, which share the memory of the programs that this process has loaded."""
 
     def __init__(self, folder: Path, calls: str, reasoning: str) -> None:
         self._folder = folder
@@ -95,7 +95,7 @@ class Nursery:
                 os.close(descriptor)
 
     def _load_grammar_tokens(self, eos_token_ids: list[int]) -> None:
-        """Load what grammars need once the ids are known; workers that were forked before load it themselves."""
+        """Load the tables of grammars once the ids are known; workers that were forked before load them themselves."""
         if eos_token_ids and self._grammar_tokens is None:
             with suppress(GrammarError):  # a request with a grammar gets the error
                 self._grammar_tokens = load_tokens(self._folder / "tokenizer.json", eos_token_ids)

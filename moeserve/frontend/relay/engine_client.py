@@ -1,4 +1,4 @@
-"""The frontend's side of the engine: requests out, outputs in, and what happens between two lives of the engine.
+"""The frontend's side of the engine: requests out, outputs in, and the change from one life of the engine to the next.
 
 When an engine dies, the supervisor starts the next one and announces it on a pipe. Open requests continue in this next
 life: a client sees a pause. Nothing here blocks the event loop.
@@ -96,7 +96,7 @@ class EngineClient:
         self._on_stats = on_stats
         self._news_fd = news_fd
         self._groups: dict[str, RequestGroup] = {}
-        # Requests whose clients left, until the engine that has them has ended them or another one is told of them.
+        # Requests whose clients left, until their engine has ended them or the next engine has heard of them.
         self._left: dict[str, Generate] = {}
         self._controls: dict[int, asyncio.Future[ControlResult]] = {}
         self._next_control = 0

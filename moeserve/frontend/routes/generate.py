@@ -72,8 +72,7 @@ _STILL_RUNS = unavailable(
     close=True,
 )
 
-
-# Keeps an answer; takes and returns the bytes with which it ends.
+# Stores an answer. Takes its last bytes and returns the bytes to send in their place.
 Keep = Callable[[Formatter, bytes], Awaitable[bytes]]
 
 
@@ -84,10 +83,8 @@ class Dialect:
     kind: Kind
     lend: Lend | None = None  # gives the earlier items that a request refers to
     cut: Callable[[ApiError], bytes] = ApiError.event  # the event that ends a stream of unknown content
-    # Stores the answer, and returns the last bytes to send, which may differ from its argument.
     keep: Keep | None = None
-    # Of a stream.
-    headers: Headers = field(default_factory=lambda: STREAM_HEADERS)
+    headers: Headers = field(default_factory=lambda: STREAM_HEADERS)  # of a stream
 
 
 CHAT = Dialect("chat")
@@ -121,11 +118,7 @@ class GenerateRoute:
         coding = content_coding(scope["headers"])
         body = await receive_body(scope, receive, services.run.config.max_request_bytes)
         caller, name = caller_of(scope), _name_of(scope, body)
-        if name is not None and (earlier := await self._answers.find(caller, name)) is not None:
-            if isinstance(earlier, str):
-                await self._show(scope, receive, send, await self._jobs.get(caller, earlier))
-            else:
-                await give(earlier, scope, receive, send, _PROCESS_ENDED, self._dialect.cut)
+        if name is not None and await self._has_repeated(scope, receive, send, name):
             return
         await self._book.enter(caller)
         facts = services.check_serving()
@@ -150,26 +143,39 @@ class GenerateRoute:
                 hold = hold_of(scope)
                 hold.set(prepared.num_bytes)
                 terms = self._change(scope, held, prepared.request)
-                work = partial(self._serve, scope, prepared, facts, terms)
                 if prepared.request.detached:
                     places.close()
                     job = await self._begin_job(scope, prepared, facts, terms, name)
                     send = self._warn(scope, send, prepared.request)
-                    del prepared, work
+                    del prepared
                     hold.set(0)
                     await self._show(scope, receive, send, job)
-                elif name is not None:
-                    hold.set(0)
-                    scope["state"]["line"].set_apart()
-                    hold = places.enter_context(services.held.hold(caller))
-                    hold.set(prepared.num_bytes)
-                    answer = self._answers.begin(caller, name, partial(work, hold), places.pop_all())
-                    await give(answer, scope, receive, send, _PROCESS_ENDED, self._dialect.cut)
-                else:
+                    return
+                work = partial(self._serve, scope, prepared, facts, terms)
+                if name is None:
                     await until_disconnect(receive, work(hold, send, will))
+                    return
+                hold.set(0)
+                scope["state"]["line"].set_apart()
+                hold = places.enter_context(services.held.hold(caller))
+                hold.set(prepared.num_bytes)
+                answer = self._answers.begin(caller, name, partial(work, hold), places.pop_all())
+                await give(answer, scope, receive, send, _PROCESS_ENDED, self._dialect.cut)
         finally:
             asking.close()
             will.revoke()
+
+    async def _has_repeated(self, scope: Scope, receive: Receive, send: Send, name: Name) -> bool:
+        """Answer with the answer that the key of a request has already. Return False if it has none."""
+        caller = caller_of(scope)
+        earlier = await self._answers.find(caller, name)
+        if earlier is None:
+            return False
+        if isinstance(earlier, str):
+            await self._show(scope, receive, send, await self._jobs.get(caller, earlier))
+        else:
+            await give(earlier, scope, receive, send, _PROCESS_ENDED, self._dialect.cut)
+        return True
 
     async def _begin_job(
         self, scope: Scope, prepared: Prepared, facts: ModelFacts, terms: Terms, name: Name | None
@@ -229,7 +235,7 @@ class GenerateRoute:
         send: Send,
         will: Will = NO_WILL,
     ) -> bool:
-        """Answer a request; return whether the answer is whole. hold: counts what is held for it."""
+        """Answer a request; return whether the answer is whole. hold: counts the bytes that it takes."""
         services, state = self._services, scope["state"]
         request, identity = prepared.request, self._book.require(caller_of(scope))
         send = self._warn(scope, send, request)
@@ -275,8 +281,8 @@ class GenerateRoute:
             raise
         finally:
             if fields := progress.end(answer):
-                own = {"key": identity.name} if identity.name else {}
-                fields |= {"answer_id": answer_id, "request_id": state["request_id"], **own}
+                fields |= {"answer_id": answer_id, "request_id": state["request_id"]}
+                fields |= {"key": identity.name} if identity.name else {}
                 state["line"].spend(spent_of(identity.name, answer), fields)
 
 
@@ -293,7 +299,7 @@ async def give(
     last_word: ApiError,
     cut: Callable[[ApiError], bytes],
 ) -> None:
-    """Send an answer as it comes. last_word: what the client hears if this process dies. cut: see `Dialect`."""
+    """Send an answer as it comes. last_word: the client's error if this process dies. cut: see `Dialect`."""
     will = Will.of(scope)
     stream, has_events = EventStream(send), False
 

@@ -1,4 +1,4 @@
-"""The routes of Ollama's API: what is served, what is in memory, and answers."""
+"""The routes of Ollama's API: the served model, the models in memory, and answers."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _may_unload(identity: Identity) -> bool:
 
 
 def _again(data: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a body that was read, then what comes behind it."""
+    """Return a `receive` that gives a body that was read, then the messages behind it."""
     bodies: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def next_message() -> Message:

@@ -54,7 +54,7 @@ class DescriptionRoutes:
 
 
 def describe(routes: Sequence[Route[Any]], model: ModelFacts | None = None) -> dict[str, Any]:
-    """Return an OpenAPI document. model: bounds what bodies may hold, once it is known."""
+    """Return an OpenAPI document. model: bounds the fields of bodies, once it is known."""
     bodies = list(dict.fromkeys(operation.body for operation in routes if operation.body is not None))
     by_body, schemas = body_schemas(bodies, _REF, model)
     paths: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""`GET /v1/usage`: what keys have used, and what their limits leave."""
+"""`GET /v1/usage`: the tokens and requests of keys, and the rest of their limits."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _limit(limit: int, used: int, per: str, seconds: int, now: int) -> dict[str,
 
 
 def usage_metrics(accounts: Mapping[str, Account]) -> Iterator[Metric]:
-    """Yield what each key has used; the counts go on over restarts."""
+    """Yield the counts of each key, which go on over restarts."""
     for name, documentation, count in (
         ("requests", "Answers to a key", attrgetter("requests")),
         ("prompt_tokens", "Prompt tokens of these answers", attrgetter("prompt")),

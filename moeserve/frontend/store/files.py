@@ -1,4 +1,4 @@
-"""Files of callers, in pieces: what callers upload, and the answers of their batches. None is ever held whole."""
+"""Files of callers, in pieces: uploads, and the answers of batches. None is ever held whole."""
 
 from __future__ import annotations
 

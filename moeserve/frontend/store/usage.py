@@ -1,7 +1,7 @@
 """The usage of keys: tokens and answers by day, and the requests that began in the latest minute.
 
 An answer is counted in the transaction that enters its log line. The line leaves the store once it is written, so the
-lines of a process that was killed are found here, and what is counted is what the logs say.
+lines of a process that was killed are found here, and the counts are the sums of the log lines.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moeserve.model.config_bounds import check_counts, check_tree, with_special_floats
-from moeserve.model.files import read_json
+from moeserve.model.families import read_config
 from moeserve.model.spec import ModelError, UnsupportedModel
 
 _META = torch.device("meta")
@@ -45,10 +45,7 @@ class ModellingCode:
 
 def read_hf_config(directory: Path) -> Any:
     """Return the configuration object of a model folder. Raise ModelError, UnsupportedModel for an unknown type."""
-    path = directory / "config.json"
-    if not path.exists():
-        raise ModelError(f"There is no config.json in {directory}.")
-    raw = with_special_floats(read_json(path))
+    raw = with_special_floats(read_config(directory))
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise UnsupportedModel("The configuration names no model_type.")
@@ -67,7 +64,8 @@ def read_hf_config(directory: Path) -> Any:
         return CONFIG_MAPPING[model_type].from_dict(raw)
     except Exception as error:  # Each configuration class has its own validators with their own exception types.
         reason = " ".join(str(error).split())
-        raise ModelError(f"{path} is not a valid {model_type} configuration: {reason}") from error
+        file = directory / "config.json"
+        raise ModelError(f"{file} is not a valid {model_type} configuration: {reason}") from error
 
 
 def empty_model(config: Any) -> ModellingCode:
