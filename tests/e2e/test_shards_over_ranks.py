@@ -79,6 +79,40 @@ def test_a_killed_rank_is_a_pause_and_no_whole_start(
         assert running.leaves_nothing()
 
 
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("--pipeline-parallel-size", "2"), marks=pytest.mark.long)], ids=["shards", "both"]
+)
+def test_two_faults_at_once_or_one_after_the_other_cut_no_stream(
+    model: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    last = 3 if more else 1
+
+    def hit(rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+        pid = pid_of(running, f"rank {rank}")
+        assert pid is not None
+        os.kill(pid, number)
+
+    with service(model, tmp_path, *TWO, *more, "--max-restarts", "20") as running:
+        whole = [event["choices"] for event in running.stream(max_tokens=150, temperature=1.0, seed=3)]
+        for first, second, number in ((0, last, signal.SIGKILL), (last, 0, signal.SIGKILL), (last, 0, signal.SIGSTOP)):
+            events = running.stream(max_tokens=150, temperature=1.0, seed=3)
+            begun = next(events)
+            hit(second, number)
+            hit(first)
+            assert [event["choices"] for event in (begun, *events)] == whole
+        # The next life, before it serves.
+        before = pid_of(running, f"rank {last}")
+        events = running.stream(max_tokens=150, temperature=1.0, seed=3)
+        begun = next(events)
+        hit(0)
+        wait_until(lambda: pid_of(running, f"rank {last}") not in (None, before))
+        hit(last)
+        assert [event["choices"] for event in (begun, *events)] == whole
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 0
+        assert running.leaves_nothing()
+
+
 def test_few_slots_for_the_experts_of_each_rank_change_no_answer(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
