@@ -112,17 +112,24 @@ def caught_launches() -> Iterator[set[str]]:
         yield found
 
 
-def compile_ahead(kernels: Collection[str], told: Compiled, num_processes: int | None = None) -> list[str]:
+def compile_ahead(
+    kernels: Collection[str], told: Compiled, num_processes: int | None = None, place: tuple[int, int] = (0, 1)
+) -> list[str]:
     """Compile kernels, as `caught_launches` yields them, that Triton's cache lacks. Return a line for each failure.
 
-    num_processes: at most, default one for each core that this process may use.
+    num_processes: at most, default a rank's share of the cores. place: the number of this rank, and of how many. Ranks,
+    whose kernels are much the same, each begin with another one and find what others have compiled.
     """
+    rank, num_ranks = place
     missing = [kernel for kernel in sorted(kernels) if not Compilation(**json.loads(kernel)).is_cached()]
     found, total, failures = len(kernels) - len(missing), len(kernels), list[str]()
     told(found, total)
     if not missing:
         return failures
-    count = min(len(missing), num_processes or min(_MOST_PROCESSES, len(os.sched_getaffinity(0))))
+    first = len(missing) * rank // num_ranks
+    missing = missing[first:] + missing[:first]
+    of_cores = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0))) // num_ranks)
+    count = min(len(missing), num_processes or of_cores)
     with _processes(count) as idle, ThreadPoolExecutor(count) as threads:
         answers = [threads.submit(_compile_in, idle, kernel) for kernel in missing]
         for number, answer in enumerate(as_completed(answers), found + 1):

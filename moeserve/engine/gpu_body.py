@@ -273,10 +273,11 @@ class GpuBody:
         if shared is not None and collectives is not None:
             peers = OnePlanSteps(collectives, shared)
             collectives.be_patient(_SECONDS_TO_COMPILE)
-        if self._device.type == "cuda" and collectives is None and self.resident is None:
-            # With other ranks, and with experts outside of this memory, the host reads what kernels have computed.
+        if self._device.type == "cuda" and self._computes_experts_alone:
             compiling = _Compiling(self._told)
-            compiling.end(compile_ahead(kernels_to_launch(decoder, settings, self._configs), compiling))
+            place = (0, 1) if collectives is None else (collectives.rank, collectives.num_ranks)
+            kernels = kernels_to_launch(decoder, settings, self._configs)
+            compiling.end(compile_ahead(kernels, compiling, place=place))
             self._passed("compile_s")
         self._told("computing the largest step", 0, 0)
         compute_largest_step(decoder, settings, alone if peers is None else peers.begin_alike)
@@ -305,6 +306,13 @@ class GpuBody:
             shared.be_patient()
         pools = runner.kv_pool, runner.state_pool
         return Prepared(runner, kv, kv_bytes, weights_bytes, runner.close, row_bytes, *pools, measured, self._seconds)
+
+    @property
+    def _computes_experts_alone(self) -> bool:
+        """False where experts are on other ranks, or outside of this memory: there the gate's choice is read, so that
+        kernels cannot be caught in place of being launched."""
+        has_all = self._collectives is None or isinstance(self._shared, Pipe) or self._spec.moe is None
+        return has_all and self.resident is None
 
     def _kv_bytes(self, kv: KvBudget) -> int:
         settings, dtype = self._settings, self._settings.kv_dtype or self._dtype

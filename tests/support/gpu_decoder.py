@@ -11,9 +11,10 @@ from experts.observer import AnyObserver
 from kernels.gpu.moe_config import MoeConfigs, WeightStorage
 from kernels.gpu.ops import GpuOps
 from moeserve.engine.experts.gpu_memory import GpuResidentModel
-from moeserve.model.decoder import Decoder
+from moeserve.model.decoder import Border, Decoder
 from moeserve.model.expert_weights import shapes_of_experts
 from moeserve.model.gpu.kernels import expert_configs, expert_storage, triton_moe
+from moeserve.model.norms_over_ranks import Partners
 from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.tensor_reader import Progress
@@ -34,12 +35,14 @@ def build_gpu_decoder(
     observers: Sequence[AnyObserver] = (),
     storage: WeightStorage | None = None,
     rounding: Rounding = NO_ROUNDING,
+    border: Border | None = None,
+    partners: Partners | None = None,
 ) -> Decoder:
     """The model in `directory` on `device`, with expert scratch for steps of up to `max_tokens` tokens.
 
     experts: only some of these are in the device's memory; None to load all. configs: of the experts' kernels,
     see `expert_configs`. observers: of steps. storage: of the experts' weights, default as
-    `rounding` of the checkpoint's weights says.
+    `rounding` of the checkpoint's weights says. border, partners: of a stage or a shard of the model.
     """
     storage = storage or expert_storage(spec, dtype, shapes=shapes_of_experts(directory, spec, dtype, rounding))
     configs = configs or expert_configs(spec, storage, device)
@@ -58,6 +61,8 @@ def build_gpu_decoder(
         observers=observers,
         progress=progress,
         rounding=rounding,
+        border=border,
+        partners=partners,
     )
 
 
