@@ -4,7 +4,6 @@ had happened. Every answer is compared with that of a run which nobody disturbed
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,9 +62,7 @@ def hit_and_wait(running: Service, number: signal.Signals) -> None:
 
 
 def num_restarts(running: Service) -> float:
-    found = re.search(r"^moeserve_engine_restarts_total (\S+)", running.http.get("/metrics").text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+    return running.figure("moeserve_engine_restarts_total")
 
 
 def assert_nothing_is_left(running: Service) -> None:
@@ -169,8 +166,7 @@ def test_no_number_of_unrelated_ends_ends_a_stream(running: Service, number: sig
 
 def test_an_answer_with_a_long_echoed_prompt_says_that_it_went_on(running: Service) -> None:
     def num_drawn() -> float:
-        found = re.search(r"^moeserve_generation_tokens_total (\S+)", running.http.get("/metrics").text, re.MULTILINE)
-        return 0.0 if found is None else float(found[1])
+        return running.figure("moeserve_generation_tokens_total")
 
     url = f"{running.http.base_url}/v1/completions"
     # On a busy machine a signal may come when the answer is whole.

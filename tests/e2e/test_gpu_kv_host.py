@@ -6,7 +6,6 @@ Without a GPU the device is a CPU under Triton's interpreter.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,6 @@ def ask(running: Service, prompt: list[int], **fields: Any) -> tuple[str, dict[s
     return found["choices"][0]["text"], found["usage"]["cached_tokens_details"]
 
 
-def figure(running: Service, name: str) -> float:
-    found = re.search(rf"^{re.escape(name)} (\S+)", running.http.get("/metrics").text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 # A window of six tokens reaches over two blocks.
 @pytest.mark.kernel_change
 @pytest.mark.parametrize(("case", "fields"), [("qwen3_moe", {}), ("gpt_oss", {"sliding_window": 6})])
@@ -68,15 +62,15 @@ def test_a_prefix_that_left_the_gpu_comes_back_from_the_host_with_the_same_token
         assert where == NOTHING
         for first in range(4):
             ask(running, [first, *PROMPT[:-1]], max_tokens=1)
-        wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="host"}') >= 3)
+        wait_until(lambda: running.figure('moeserve_kv_tier_blocks{tier="host"}') >= 3)
         assert ask(running, PROMPT, cache_salt="other") == (cold, NOTHING)
         text, where = ask(running, PROMPT)
         assert text == cold
         assert where["host"] > 0
         assert where == NOTHING | {"device": 12 - where["host"], "host": where["host"]}
         assert ask(running, PROMPT) == (cold, NOTHING | {"device": 12})
-        wait_until(lambda: figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="host"}') == where["host"])
-        assert figure(running, 'moeserve_kv_host_copied_bytes_total{direction="read"}') > 0
+        wait_until(lambda: running.figure('moeserve_kv_tier_hit_tokens_total{tier="host"}') == where["host"])
+        assert running.figure('moeserve_kv_host_copied_bytes_total{direction="read"}') > 0
         assert running.http.get("/v1/cache").json()["host"]["blocks"] > 0
         assert running.http.delete("/v1/cache").status_code == 200
         assert ask(running, PROMPT) == (cold, NOTHING)
@@ -109,7 +103,7 @@ def test_a_recurrent_state_that_left_the_gpu_comes_back_from_the_host_with_the_s
         assert where == NOTHING
         for first in range(3):
             ask(running, [first, *prompt[:-1]], max_tokens=1)
-        wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="host"}') >= 4 * 9)
+        wait_until(lambda: running.figure('moeserve_kv_tier_blocks{tier="host"}') >= 4 * 9)
         assert ask(running, prompt) == (cold, NOTHING | {"host": 36})
 
 
@@ -123,7 +117,7 @@ def test_a_prefix_of_a_gpu_comes_back_from_disk_after_a_restart_with_the_same_to
     with service(model, tmp_path / "s0", *settings, *disk) as running:
         cold, where = ask(running, PROMPT)
         assert where == NOTHING
-        wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="disk"}') >= 3)
+        wait_until(lambda: running.figure('moeserve_kv_tier_blocks{tier="disk"}') >= 3)
     with service(model, tmp_path / "s1", *settings, *disk) as running:
         assert ask(running, PROMPT, cache_salt="other") == (cold, NOTHING)
         assert ask(running, PROMPT) == (cold, NOTHING | {"disk": 12})
@@ -144,12 +138,12 @@ def test_a_prefix_comes_from_the_host_while_the_service_lives_and_from_disk_afte
     with service(model, tmp_path / "s0", *settings, *tiers) as running:
         cold, where = ask(running, PROMPT)
         assert where == NOTHING
-        wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="disk"}') >= 3)
+        wait_until(lambda: running.figure('moeserve_kv_tier_blocks{tier="disk"}') >= 3)
         push_it_off_the_device(running)
         assert ask(running, PROMPT) == (cold, NOTHING | {"host": 12})
-        wait_until(lambda: figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="host"}') == 12)
-        assert figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="disk"}') == 0
-        assert figure(running, 'moeserve_kv_tier_blocks{tier="host"}') >= 3
+        wait_until(lambda: running.figure('moeserve_kv_tier_hit_tokens_total{tier="host"}') == 12)
+        assert running.figure('moeserve_kv_tier_hit_tokens_total{tier="disk"}') == 0
+        assert running.figure('moeserve_kv_tier_blocks{tier="host"}') >= 3
         assert 'moeserve_kv_tier_age_seconds{tier="host"}' in running.http.get("/metrics").text
         assert running.http.get("/v1/cache").json()["host"]["blocks"] >= 3
     with service(model, tmp_path / "s1", *settings, *tiers) as running:

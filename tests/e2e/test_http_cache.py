@@ -66,11 +66,6 @@ def flood(running: Service, key: str = "alice", times: int = 4) -> None:
         complete(running, f"{number}{key}" + chr(65 + number) * 1500, key)
 
 
-def metric(running: Service, name: str) -> float:
-    lines = call(running, "GET", "/metrics", "root").text.splitlines()
-    return float(next(line.rpartition(" ")[2] for line in lines if line.startswith(name + " ")))
-
-
 def test_ten_misses_have_their_reasons(running: Service) -> None:
     prompt = ("Zebras are striped. " * 11)[:208]
     key = "misses"
@@ -149,7 +144,7 @@ def test_a_retained_prompt_outlives_a_flood_and_others_do_not(running: Service, 
     name = next(iter(wish))
     complete(running, f"Plain {name} " + TAIL)
     complete(running, f"Kept {name} " + TAIL, **wish)
-    wait_until(lambda: metric(running, "moeserve_kv_retained_blocks") > 0)
+    wait_until(lambda: running.figure("moeserve_kv_retained_blocks", "root") > 0)
     flood(running)
     assert cached(running, f"Plain {name} " + TAIL) == 0
     assert cached(running, f"Kept {name} " + TAIL) > 200
@@ -276,7 +271,7 @@ def test_public_prefixes_are_shared_by_all_keys_and_what_follows_is_not(tmp_path
     (tmp_path / "public.json").write_text(json.dumps(public))
     settings = ("--max-model-len", "2048", "--kv-cache-memory", "1MiB", "--api-key-file", str(tmp_path / "keys"))
     with service(model, tmp_path, *settings, "--public-prefixes", str(tmp_path / "public.json")) as running:
-        wait_until(lambda: metric(running, "moeserve_kv_pinned_prefixes") == 2)
+        wait_until(lambda: running.figure("moeserve_kv_pinned_prefixes", "root") == 2)
         question = "Public " + TAIL + "What is the capital of Peru?"
         assert [cached(running, question, key) for key in ("alice", "bob")] == [240, 240]
         assert [cached(running, question, key) for key in ("alice", "alice")] == [272, 272]
@@ -290,6 +285,6 @@ def test_public_prefixes_are_shared_by_all_keys_and_what_follows_is_not(tmp_path
         assert cached(running, question, "alice") == 240
         (tmp_path / "public.json").write_text(json.dumps(public[1:]))
         running.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: metric(running, "moeserve_kv_pinned_prefixes") == 1)
+        wait_until(lambda: running.figure("moeserve_kv_pinned_prefixes", "root") == 1)
         (tmp_path / "public.json").write_text(json.dumps([*public[1:], {"prompt": "Another " + TAIL}]))
-        wait_until(lambda: metric(running, "moeserve_kv_pinned_prefixes") == 2)
+        wait_until(lambda: running.figure("moeserve_kv_pinned_prefixes", "root") == 2)

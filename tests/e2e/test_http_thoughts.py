@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -183,9 +182,7 @@ def test_an_answer_of_a_form_has_no_thoughts_in_text_completions(running: tuple[
 
 
 def num_preempted(served: Service) -> float:
-    found = re.search(r"^moeserve_preemptions_total (\S+)", served.http.get("/metrics").text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+    return served.figure("moeserve_preemptions_total")
 
 
 @pytest.mark.parametrize("numbers", PARTS, ids=len)

@@ -233,8 +233,7 @@ def test_a_line_that_runs_is_answered_once_when_processes_die(running: Service, 
     """It goes on where it was in the next engine, and begins anew in the next HTTP process."""
 
     def num_drawn() -> float:
-        found = re.search(r"^moeserve_generation_tokens_total (\S+)", running.http.get("/metrics").text, re.MULTILINE)
-        return 0.0 if found is None else float(found[1])
+        return running.figure("moeserve_generation_tokens_total")
 
     with client_of(running) as client:
         bodies: dict[str, Any] = {}

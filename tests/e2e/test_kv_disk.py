@@ -32,13 +32,8 @@ def ask(running: Service, prompt: list[int] = PROMPT, **fields: Any) -> tuple[li
     return found["choices"][0]["logprobs"]["token_logprobs"], found["usage"]["cached_tokens_details"]
 
 
-def figure(running: Service, name: str) -> float:
-    found = re.search(rf"^{re.escape(name)} (\S+)", running.http.get("/metrics").text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 def wait_for_blocks(running: Service, count: int) -> None:
-    wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="disk"}') >= count)
+    wait_until(lambda: running.figure('moeserve_kv_tier_blocks{tier="disk"}') >= count)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -55,7 +50,7 @@ def test_a_restart_and_kill_9_leave_prefixes_warm_with_the_same_bits(model: Path
         assert ask(running) == (cold, {"device": 192, "host": 0, "disk": 0})
         engine = next(iter(descendants(children_of(running.process.pid)["worker"])))
         os.kill(engine, signal.SIGKILL)
-        wait_until(lambda: figure(running, "moeserve_engine_restarts_total") == 1)
+        wait_until(lambda: running.figure("moeserve_engine_restarts_total") == 1)
         wait_until(lambda: is_ready(running))
         assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 192})
         running.process.kill()
@@ -67,9 +62,9 @@ def test_a_restart_and_kill_9_leave_prefixes_warm_with_the_same_bits(model: Path
         report = answer.json()["usage"]["cache_report"]
         assert (report["matched_tokens"], report["matched_tokens_details"]["disk"]) == (192, 192)
         assert ask(running) == (cold, {"device": 192, "host": 0, "disk": 0})
-        wait_until(lambda: figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="disk"}') == 192)
-        wait_until(lambda: figure(running, 'moeserve_kv_tier_hits_total{tier="device"}') == 1)
-        wait_until(lambda: figure(running, 'moeserve_kv_tier_bytes{tier="device"}') > 0)
+        wait_until(lambda: running.figure('moeserve_kv_tier_hit_tokens_total{tier="disk"}') == 192)
+        wait_until(lambda: running.figure('moeserve_kv_tier_hits_total{tier="device"}') == 1)
+        wait_until(lambda: running.figure('moeserve_kv_tier_bytes{tier="device"}') > 0)
         listed = running.http.get("/v1/cache").json()
         assert listed["disk"]["blocks"] >= 13
         assert ask(running, cache_salt="other")[1] == {"device": 0, "host": 0, "disk": 0}
@@ -142,7 +137,7 @@ def test_the_ranks_of_a_service_share_what_each_has_written(model: Path, tmp_pat
         expected = cold[chosen], nothing | {"disk": (len(prompts[chosen]) - 1) // 16 * 16}
         engine = next(iter(descendants(children_of(running.process.pid)["worker"])))
         os.kill(engine, signal.SIGKILL)
-        wait_until(lambda: figure(running, "moeserve_engine_restarts_total") == 1)
+        wait_until(lambda: running.figure("moeserve_engine_restarts_total") == 1)
         wait_until(lambda: is_ready(running))
         assert ask(running, prompts[chosen]) == expected
         assert ask_all(running) == cold
@@ -169,7 +164,7 @@ def test_of_shared_layers_each_rank_keeps_its_part_and_an_earlier_life_answers(
             killed = pid_of(running, f"rank {rank}")
             assert killed is not None
             os.kill(killed, signal.SIGKILL)
-            wait_until(lambda: figure(running, "moeserve_engine_restarts_total") == restarts)  # noqa: B023
+            wait_until(lambda: running.figure("moeserve_engine_restarts_total") == restarts)  # noqa: B023
             wait_until(lambda: is_ready(running))
             assert ask(running) == (cold, warm)
         running.process.kill()
@@ -190,7 +185,7 @@ def test_of_shared_layers_each_rank_keeps_its_part_and_an_earlier_life_answers(
         found, where = ask(running)
         assert found == cold
         assert where["disk"] < 192
-        wait_until(lambda: figure(running, 'moeserve_kv_disk_failures_total{kind="gone"}') >= 1)
+        wait_until(lambda: running.figure('moeserve_kv_disk_failures_total{kind="gone"}') >= 1)
 
 
 def beside(folder: Path) -> list[Path]:
@@ -228,7 +223,7 @@ def test_window_blocks_and_recurrent_states_come_back_from_disk_with_the_same_bi
         assert ask(running) == (cold, {"device": 192, "host": 0, "disk": 0})
         engine = next(iter(descendants(children_of(running.process.pid)["worker"])))
         os.kill(engine, signal.SIGKILL)
-        wait_until(lambda: figure(running, "moeserve_engine_restarts_total") == 1)
+        wait_until(lambda: running.figure("moeserve_engine_restarts_total") == 1)
         wait_until(lambda: is_ready(running))
         assert ask(running) == (cold, warm)
         running.process.kill()
@@ -241,7 +236,7 @@ def test_window_blocks_and_recurrent_states_come_back_from_disk_with_the_same_bi
         path.write_bytes(content)
     with service(model, tmp_path / "2", *settings) as running:
         assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 0})
-        wait_until(lambda: figure(running, 'moeserve_kv_disk_failures_total{kind="damaged"}') >= 1)
+        wait_until(lambda: running.figure('moeserve_kv_disk_failures_total{kind="damaged"}') >= 1)
 
 
 def test_damaged_files_and_other_settings_are_computed_anew(model: Path, tmp_path: Path) -> None:
@@ -257,7 +252,7 @@ def test_damaged_files_and_other_settings_are_computed_anew(model: Path, tmp_pat
         path.write_bytes(content)
     with service(model, tmp_path / "1", *settings) as running:
         assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 0})
-        wait_until(lambda: figure(running, 'moeserve_kv_disk_failures_total{kind="damaged"}') >= 1)
+        wait_until(lambda: running.figure('moeserve_kv_disk_failures_total{kind="damaged"}') >= 1)
     with service(model, tmp_path / "2", *settings, "--dtype", "bfloat16") as running:
         assert ask(running)[1] == {"device": 0, "host": 0, "disk": 0}
 
@@ -269,8 +264,8 @@ def test_two_services_share_a_folder_within_its_size(model: Path, tmp_path: Path
         for running in (one, two):
             cold = [ask(running, [*PROMPT[:100], last, last])[0] for last in range(3, 9)]
         assert [ask(one, [*PROMPT[:100], last, last])[0] for last in range(3, 9)] == cold
-        wait_until(lambda: figure(one, "moeserve_kv_disk_evictions_total") > 0)
-        wait_until(lambda: figure(one, "moeserve_kv_disk_bytes") <= 40_000)
+        wait_until(lambda: one.figure("moeserve_kv_disk_evictions_total") > 0)
+        wait_until(lambda: one.figure("moeserve_kv_disk_bytes") <= 40_000)
 
 
 def test_preempted_requests_come_back_from_disk_with_the_same_bits(model: Path, tmp_path: Path) -> None:
@@ -284,11 +279,11 @@ def test_preempted_requests_come_back_from_disk_with_the_same_bits(model: Path, 
             with ThreadPoolExecutor(len(prompts)) as threads:
                 answers = list(threads.map(lambda prompt: ask(running, prompt, max_tokens=100)[0], prompts))
             assert answers == expected
-            return figure(running, 'moeserve_kv_disk_copied_bytes_total{direction="read"}') > 0
+            return running.figure('moeserve_kv_disk_copied_bytes_total{direction="read"}') > 0
 
         # On a slow disk a request gets its place back before its blocks are written, and computes them.
         wait_until(is_read_back)
-        wait_until(lambda: figure(running, 'moeserve_kv_overflow_total{fate="swap"}') > 0)
+        wait_until(lambda: running.figure('moeserve_kv_overflow_total{fate="swap"}') > 0)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from tests.support.kv_pair import (
     config_of,
     config_of_key,
     failures,
-    figure,
     post,
     prefill,
     start,
@@ -45,14 +44,14 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
 def test_a_prompt_of_one_service_is_decoded_by_another_with_the_same_bits(pair: Pair) -> None:
     body = completion(PROMPT)
     expected = bits(alone(pair.decodes, body))
-    fetched = figure(pair.decodes, "moeserve_kv_transfer_tokens_total")
+    fetched = pair.decodes.figure("moeserve_kv_transfer_tokens_total")
     params = prefill(pair.prefills, body)
     assert (params["do_remote_prefill"], params["remote_num_tokens"]) == (True, HELD)
     answer = post(pair.decodes, body | {"kv_transfer_params": params})
     assert (bits(answer), cached(answer)) == (expected, HELD)
     # The lease has ended, and the blocks stay cached in both.
-    wait_until(lambda: figure(pair.decodes, "moeserve_kv_transfer_tokens_total") == fetched + HELD)
-    wait_until(lambda: figure(pair.prefills, "moeserve_kv_transfer_held_blocks") == 0)
+    wait_until(lambda: pair.decodes.figure("moeserve_kv_transfer_tokens_total") == fetched + HELD)
+    wait_until(lambda: pair.prefills.figure("moeserve_kv_transfer_held_blocks") == 0)
     assert cached(post(pair.decodes, body)) == HELD
     clear(pair.prefills, pair.decodes)
 
@@ -60,8 +59,8 @@ def test_a_prompt_of_one_service_is_decoded_by_another_with_the_same_bits(pair: 
 def test_chats_are_handed_over_streamed_with_several_choices_and_with_a_grammar(pair: Pair) -> None:
     messages = [{"role": "user", "content": "tell me of whales and of the sea " * 6}]
     body = {"model": "m", "messages": messages, "max_completion_tokens": 8, "temperature": 0, "seed": 4}
-    fetched = figure(pair.decodes, "moeserve_kv_transfer_tokens_total")
-    offers = figure(pair.prefills, "moeserve_kv_transfer_offers_total")
+    fetched = pair.decodes.figure("moeserve_kv_transfer_tokens_total")
+    offers = pair.prefills.figure("moeserve_kv_transfer_offers_total")
     extra: dict[str, Any]
     for extra in ({}, {"n": 2}, {"response_format": {"type": "json_object"}}):
         clear(pair.prefills, pair.decodes)
@@ -72,14 +71,14 @@ def test_chats_are_handed_over_streamed_with_several_choices_and_with_a_grammar(
         assert answer["choices"] == expected
         assert cached(answer) == params["remote_num_tokens"]
         fetched += params["remote_num_tokens"]
-    wait_until(lambda: figure(pair.prefills, "moeserve_kv_transfer_offers_total") == offers + 3)
+    wait_until(lambda: pair.prefills.figure("moeserve_kv_transfer_offers_total") == offers + 3)
     clear(pair.decodes)
     params = prefill(pair.prefills, body, CHAT)
     asked = body | {"kv_transfer_params": params, "stream": True, "stream_options": {"include_usage": True}}
     text = pair.decodes.http.post(CHAT, json=asked).text
     assert f'"cached_tokens":{params["remote_num_tokens"]}' in text
     fetched += params["remote_num_tokens"]
-    wait_until(lambda: figure(pair.decodes, "moeserve_kv_transfer_tokens_total") == fetched)
+    wait_until(lambda: pair.decodes.figure("moeserve_kv_transfer_tokens_total") == fetched)
     clear(pair.prefills, pair.decodes)
 
 
@@ -89,11 +88,11 @@ CHAT = "/v1/chat/completions"
 def test_what_is_cached_already_is_not_fetched_and_the_lease_ends(pair: Pair) -> None:
     body = completion(PROMPT)
     post(pair.decodes, body)
-    fetched = figure(pair.decodes, "moeserve_kv_transfer_tokens_total")
+    fetched = pair.decodes.figure("moeserve_kv_transfer_tokens_total")
     params = prefill(pair.prefills, body)
     assert cached(post(pair.decodes, body | {"kv_transfer_params": params})) == HELD
-    wait_until(lambda: figure(pair.prefills, "moeserve_kv_transfer_held_blocks") == 0)
-    assert figure(pair.decodes, "moeserve_kv_transfer_tokens_total") == fetched
+    wait_until(lambda: pair.prefills.figure("moeserve_kv_transfer_held_blocks") == 0)
+    assert pair.decodes.figure("moeserve_kv_transfer_tokens_total") == fetched
     clear(pair.prefills, pair.decodes)
 
 
@@ -101,11 +100,11 @@ def test_only_what_lacks_is_fetched(pair: Pair) -> None:
     body = completion(PROMPT)
     expected = bits(alone(pair.decodes, body))
     post(pair.decodes, completion(PROMPT[:100]))
-    fetched = figure(pair.decodes, "moeserve_kv_transfer_tokens_total")
+    fetched = pair.decodes.figure("moeserve_kv_transfer_tokens_total")
     params = prefill(pair.prefills, body)
     answer = post(pair.decodes, body | {"kv_transfer_params": params})
     assert (bits(answer), cached(answer)) == (expected, HELD)
-    wait_until(lambda: figure(pair.decodes, "moeserve_kv_transfer_tokens_total") == fetched + HELD - 96)
+    wait_until(lambda: pair.decodes.figure("moeserve_kv_transfer_tokens_total") == fetched + HELD - 96)
     clear(pair.prefills, pair.decodes)
 
 
@@ -128,7 +127,7 @@ def test_tickets_that_do_not_serve_are_counted_by_reason_and_the_prompt_is_compu
     # A ticket serves once.
     assert cached(post(pair.decodes, body | {"kv_transfer_params": params})) == HELD
     clear(pair.decodes)
-    wait_until(lambda: figure(pair.prefills, "moeserve_kv_transfer_held_blocks") <= 12)
+    wait_until(lambda: pair.prefills.figure("moeserve_kv_transfer_held_blocks") <= 12)
     lost = failures(pair.decodes, "lease")
     answer = post(pair.decodes, body | {"kv_transfer_params": params})
     assert (bits(answer), cached(answer)) == (expected, 0)
@@ -162,7 +161,7 @@ def test_a_killed_prefiller_another_model_and_a_lost_lease_leave_the_prompt_to_b
         )
         short = start(stack, model, tmp_path / "p", *settings)
         params = prefill(short, body)
-        wait_until(lambda: figure(short, "moeserve_kv_transfer_expired_total") == 1)
+        wait_until(lambda: short.figure("moeserve_kv_transfer_expired_total") == 1)
         lost = failures(pair.decodes, "lease")
         assert bits(post(pair.decodes, body | {"kv_transfer_params": params})) == expected
         wait_until(lambda: failures(pair.decodes, "lease") == lost + 1)

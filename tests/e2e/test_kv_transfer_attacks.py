@@ -32,7 +32,6 @@ from tests.support.kv_pair import (
     completion,
     config_of,
     config_of_key,
-    figure,
     post,
     prefill,
     start,
@@ -67,7 +66,7 @@ def check_order(pair: Pair) -> None:
     for running in (pair.prefills, pair.decodes):
         wait_until(lambda running=running: is_at_rest(running))
         clear(running)
-        wait_until(lambda running=running: figure(running, 'moeserve_kv_blocks{state="cached"}') == 0)
+        wait_until(lambda running=running: running.figure('moeserve_kv_blocks{state="cached"}') == 0)
     body = completion(prompt_of(999))
     answer = post(pair.decodes, body | {"kv_transfer_params": prefill(pair.prefills, body)})
     assert cached(answer) == HELD
@@ -76,7 +75,7 @@ def check_order(pair: Pair) -> None:
 
 def is_at_rest(running: Service) -> bool:
     names = ('moeserve_kv_blocks{state="leased"}', "moeserve_kv_transfer_held_blocks", *WAITS)
-    return not any(figure(running, name) for name in names)
+    return not any(running.figure(name) for name in names)
 
 
 WAITS = ("moeserve_requests_running", "moeserve_requests_waiting")
@@ -176,7 +175,7 @@ def test_tickets_for_a_silent_host_do_not_hold_up_those_of_others(pair: Pair) ->
         assert [bits(answer) for answer in answers[:3]] == expected
         # The host is known to be silent now.
         wait_until(lambda: reasons(pair.decodes) - before == Counter({"late": 100}))
-        before, fetched = reasons(pair.decodes), figure(pair.decodes, "moeserve_kv_transfer_tokens_total")
+        before, fetched = reasons(pair.decodes), pair.decodes.figure("moeserve_kv_transfer_tokens_total")
         clear(pair.decodes)
         good = [prompt_of(number) for number in range(600, 608)]
         params = [prefill(pair.prefills, completion(prompt)) for prompt in good]
@@ -185,7 +184,7 @@ def test_tickets_for_a_silent_host_do_not_hold_up_those_of_others(pair: Pair) ->
             answers = list(pool.map(lambda body: post(pair.decodes, body), bodies))
         assert [cached(answer) for answer in answers[-8:]] == [HELD] * 8
         wait_until(lambda: reasons(pair.decodes) - before == Counter({"late": 100}))
-        assert figure(pair.decodes, "moeserve_kv_transfer_tokens_total") == fetched + 8 * HELD
+        assert pair.decodes.figure("moeserve_kv_transfer_tokens_total") == fetched + 8 * HELD
     finally:
         silent.close()
 
@@ -208,32 +207,32 @@ def test_clients_that_leave_at_any_stage_leave_no_block_behind(pair: Pair) -> No
     os.kill(engine_of(pair.prefills), signal.SIGSTOP)
     try:
         leaver = send(pair.decodes, body | {"kv_transfer_params": params})
-        wait_until(lambda: figure(pair.decodes, "moeserve_requests_waiting") == 1)
+        wait_until(lambda: pair.decodes.figure("moeserve_requests_waiting") == 1)
         leaver.close()
         wait_until(lambda: is_at_rest(pair.decodes))
     finally:
         os.kill(engine_of(pair.prefills), signal.SIGCONT)
-    wait_until(lambda: figure(pair.prefills, "moeserve_kv_transfer_held_blocks") == 0)
+    wait_until(lambda: pair.prefills.figure("moeserve_kv_transfer_held_blocks") == 0)
     # While the answer is computed.
     body = completion(prompt_of(2), max_tokens=15000)
     leaver = send(pair.decodes, body | {"kv_transfer_params": prefill(pair.prefills, completion(prompt_of(2)))})
-    wait_until(lambda: figure(pair.decodes, "moeserve_requests_running") == 1)
+    wait_until(lambda: pair.decodes.figure("moeserve_requests_running") == 1)
     leaver.close()
     wait_until(lambda: is_at_rest(pair.decodes))
     # While the prompt is computed for the other service: no ticket is made.
-    made = figure(pair.prefills, "moeserve_kv_transfer_offers_total")
+    made = pair.prefills.figure("moeserve_kv_transfer_offers_total")
     leaver = send(pair.prefills, completion(prompt_of(3, 19000), kv_transfer_params={"do_remote_decode": True}))
-    wait_until(lambda: figure(pair.prefills, "moeserve_requests_running") == 1)
-    left = figure(pair.prefills, "moeserve_client_disconnects_total")
+    wait_until(lambda: pair.prefills.figure("moeserve_requests_running") == 1)
+    left = pair.prefills.figure("moeserve_client_disconnects_total")
     # It stands still until it has been told, however late a busy machine notices that the client has left.
     os.kill(engine_of(pair.prefills), signal.SIGSTOP)
     try:
         leaver.close()
-        wait_until(lambda: figure(pair.prefills, "moeserve_client_disconnects_total") == left + 1)
+        wait_until(lambda: pair.prefills.figure("moeserve_client_disconnects_total") == left + 1)
     finally:
         os.kill(engine_of(pair.prefills), signal.SIGCONT)
     wait_until(lambda: is_at_rest(pair.prefills))
-    assert figure(pair.prefills, "moeserve_kv_transfer_offers_total") == made
+    assert pair.prefills.figure("moeserve_kv_transfer_offers_total") == made
 
 
 def test_a_service_that_stands_still_amid_several_choices_leaves_all_of_them_to_be_computed(pair: Pair) -> None:
@@ -271,12 +270,12 @@ def test_a_ticket_serves_another_key_with_its_own_prefixes_alone(model: Path, tm
             found: dict[str, Any] = answer.json()
             return found
 
-        made = figure(pair.prefills, "moeserve_kv_transfer_offers_total")
+        made = pair.prefills.figure("moeserve_kv_transfer_offers_total")
         params = prefill(pair.prefills, completion(prompt_of(6)))
         fetched = ask("key-a", kv_transfer_params=params)
         assert cached(fetched) == HELD
-        wait_until(lambda: figure(pair.prefills, "moeserve_kv_transfer_offers_total") == made + 1)
-        wait_until(lambda: figure(pair.prefills, "moeserve_kv_transfer_held_blocks") == 0)
+        wait_until(lambda: pair.prefills.figure("moeserve_kv_transfer_offers_total") == made + 1)
+        wait_until(lambda: pair.prefills.figure("moeserve_kv_transfer_held_blocks") == 0)
         # What one key fetched is not there for another one, whose ticket is used up.
         found = ask("key-b", kv_transfer_params=params)
         assert (bits(found), cached(found)) == (bits(fetched), 0)
@@ -294,7 +293,7 @@ def test_two_engines_that_are_killed_at_once_leave_the_prompt_to_be_computed(
         os.kill(engine_of(first), signal.SIGSTOP)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(post, second, body | {"kv_transfer_params": params})
-            wait_until(lambda: figure(second, "moeserve_requests_waiting") == 1)
+            wait_until(lambda: second.figure("moeserve_requests_waiting") == 1)
             # The other way around, the second engine may count the failure before it dies, and its count dies with it.
             for running in (second, first):
                 os.kill(engine_of(running), signal.SIGKILL)
@@ -328,7 +327,7 @@ def test_a_lost_lease_and_a_full_disk_at_once_leave_the_prompt_to_be_computed(
             while True:
                 filler.write(bytes(4096))
         params = prefill(first, body)
-        wait_until(lambda: figure(first, "moeserve_kv_transfer_expired_total") == 1)
+        wait_until(lambda: first.figure("moeserve_kv_transfer_expired_total") == 1)
         answer = post(second, body | {"kv_transfer_params": params})
         assert (bits(answer), cached(answer)) == (expected, 0)
         wait_until(lambda: reasons(second) == Counter({"lease": 1}))

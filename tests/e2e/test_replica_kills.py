@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,11 +41,6 @@ def kill_supervisor(running: Service) -> None:
     os.kill(running.process.pid, signal.SIGKILL)
 
 
-def figure(running: Service, name: str) -> float:
-    found = re.search(rf"^{re.escape(name)} (\S+)", running.http.get("/metrics").text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 @pytest.mark.parametrize("kill", first(1, [kill_all, kill_supervisor]))
 def test_streams_of_a_killed_replica_go_on_in_the_other_one(
     replicas: list[Service], kill: Callable[[Service], None]
@@ -57,7 +51,7 @@ def test_streams_of_a_killed_replica_go_on_in_the_other_one(
         prompt = body_of(number, prompt=prompt_of(number), max_tokens=1)
         assert victim.http.post("/v1/completions", json=prompt).status_code == 200
     blocks = NUM_STREAMS // 4 * (len(prompt_of(0)) // 16)
-    wait_until(lambda: figure(victim, 'moeserve_kv_tier_blocks{tier="disk"}') >= blocks)
+    wait_until(lambda: victim.figure('moeserve_kv_tier_blocks{tier="disk"}') >= blocks)
     # Those of the victim that are streamed to clients: they are to be under way when it is killed.
     underway = Underway(NUM_STREAMS // 4)
     half = range(NUM_STREAMS // 2)
@@ -73,7 +67,7 @@ def test_streams_of_a_killed_replica_go_on_in_the_other_one(
     assert any(client.broken for client in clients)
     # It has found the victim's blocks; whether it reads them or computes sooner is a matter of speed.
     found = ('moeserve_kv_tier_hit_tokens_total{tier="disk"}', "moeserve_kv_disk_slower_total")
-    wait_until(lambda: any(figure(survivor, name) > 0 for name in found))
+    wait_until(lambda: any(survivor.figure(name) > 0 for name in found))
     for number, client in enumerate(clients):
         text = "".join(client.pieces)
         assert client.tokens == NUM_TOKENS

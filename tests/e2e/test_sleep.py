@@ -41,11 +41,6 @@ def sleep_state(running: Service) -> str:
     return ",".join(re.findall(r'moeserve_engine_sleep_state{sleep_state="(\w+)"} 1.0', text))
 
 
-def count(running: Service, name: str) -> float:
-    found = re.search(rf"^{name} (\S+)", running.http.get("/metrics").text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 def resident_bytes(running: Service) -> int:
     """The resident memory of all processes of the service."""
     pages = (read_of_process(pid, "statm").split() for pid in descendants(running.process.pid))
@@ -54,7 +49,7 @@ def resident_bytes(running: Service) -> int:
 
 def test_sleep_frees_the_memory_of_the_model_and_a_request_brings_it_back(running: Service) -> None:
     before, bytes_before = ask(running), resident_bytes(running)
-    restarts = count(running, "moeserve_engine_restarts_total")
+    restarts = running.figure("moeserve_engine_restarts_total")
     assert running.http.post("/sleep").json() == {"status": "ok", "is_sleeping": True}
     assert "worker" not in children_of(running.process.pid)
     assert resident_bytes(running) < bytes_before
@@ -71,7 +66,7 @@ def test_sleep_frees_the_memory_of_the_model_and_a_request_brings_it_back(runnin
     assert "resumed" not in after["usage"]
     assert not is_sleeping(running)
     assert sleep_state(running) == "awake"
-    assert count(running, "moeserve_engine_restarts_total") == restarts
+    assert running.figure("moeserve_engine_restarts_total") == restarts
 
 
 def test_each_http_process_wakes_the_service_and_keeps_what_waits(running: Service) -> None:
@@ -143,12 +138,12 @@ def test_sleep_waits_for_the_end_of_open_answers(running: Service) -> None:
 def test_whoever_leaves_before_it_sleeps_has_asked_for_nothing(running: Service) -> None:
     ask(running)
     engine = children_of(running.process.pid)["worker"]
-    left = count(running, "moeserve_client_disconnects_total")
+    left = running.figure("moeserve_client_disconnects_total")
     stream = running.stream(4000, prompt="once upon a time")
     next(stream)
     with pytest.raises(httpx2.ReadTimeout):
         httpx2.post(f"{running.http.base_url}/sleep", timeout=httpx2.Timeout(60, read=0.3))
-    wait_until(lambda: count(running, "moeserve_client_disconnects_total") > left)
+    wait_until(lambda: running.figure("moeserve_client_disconnects_total") > left)
     stream.close()  # type: ignore[attr-defined]
     ask(running)
     assert children_of(running.process.pid)["worker"] == engine

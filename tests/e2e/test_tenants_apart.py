@@ -6,7 +6,6 @@ The times of answers are measured by `python -m benchmarks.timing_attack`; here 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
@@ -37,12 +36,6 @@ def ask(running: Service, key: str, prompt: list[int], **headers: str) -> dict[s
     return found
 
 
-def figure(running: Service, name: str) -> float:
-    text = running.http.get("/metrics", headers={"authorization": "Bearer root"}).text
-    found = re.search(rf"^{re.escape(name)} (\S+)", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 def traces(running: Service, key: str, prompts: Sequence[list[int]]) -> list[tuple[float, ...]]:
     """Return what a key sees of the answers to prompts: cached tokens by tier, and what the report tells."""
     found = []
@@ -57,7 +50,7 @@ def traces(running: Service, key: str, prompts: Sequence[list[int]]) -> list[tup
 
 def num_read(running: Service, tier: str) -> float:
     """The bytes of KV that were read from a tier."""
-    return figure(running, f'moeserve_kv_{tier}_copied_bytes_total{{direction="read"}}')
+    return running.figure(f'moeserve_kv_{tier}_copied_bytes_total{{direction="read"}}', "root")
 
 
 def separates(seen: Sequence[tuple[float, ...]], is_cached: Sequence[bool]) -> float:
@@ -88,7 +81,7 @@ def on_disk(stack: ExitStack, model: Path, folder: Path, prime: Callable[[Servic
     with ExitStack() as first:
         running = start(first, model, folder / "0", *settings)
         prime(running)
-        wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="disk"}') >= 12 * NUM_PROBES // 2)
+        wait_until(lambda: running.figure('moeserve_kv_tier_blocks{tier="disk"}', "root") >= 12 * NUM_PROBES // 2)
     return start(stack, model, folder / "1", *settings)
 
 
@@ -97,7 +90,7 @@ def on_a_shared_disk(stack: ExitStack, model: Path, folder: Path, prime: Callabl
     settings = ("--kv-disk-path", str(folder / "kv"), "--response-store", str(folder / "store"))
     first, second = (start(stack, model, folder / name, *settings) for name in "01")
     prime(first)
-    wait_until(lambda: figure(first, 'moeserve_kv_tier_blocks{tier="disk"}') >= 12 * NUM_PROBES // 2)
+    wait_until(lambda: first.figure('moeserve_kv_tier_blocks{tier="disk"}', "root") >= 12 * NUM_PROBES // 2)
     return second
 
 
@@ -141,7 +134,7 @@ def test_only_the_key_that_sent_a_prompt_finds_out_that_it_is_cached(
         below = "host" if tier is in_host else "disk"
         found = sum(trace[1 + TIERS.index(below)] for trace in seen)
         assert found or tier is in_memory
-        wait_until(lambda: figure(running, f'moeserve_kv_tier_hit_tokens_total{{tier="{below}"}}') == found)
+        wait_until(lambda: running.figure(f'moeserve_kv_tier_hit_tokens_total{{tier="{below}"}}', "root") == found)
         read = num_read(running, below)
         assert separates(traces(running, "attacker", prompts), is_cached) == 0.5
         # No block of another key was even read, and no answer of one was taken.

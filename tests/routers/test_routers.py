@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import threading
 from array import array
 from collections.abc import Iterator
@@ -66,19 +65,14 @@ def bits(answer: dict[str, Any]) -> array[float]:
     return array("f", answer["choices"][0]["logprobs"]["token_logprobs"])
 
 
-def figure(running: Service, name: str) -> float:
-    found = re.search(rf"^{re.escape(name)} (\S+)", running.http.get("/metrics").text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 def check_handed_over(router: httpx2.Client, prefills: Service, decodes: Service) -> None:
     """Four prompts have been handed over and are held no more; so is that of a streamed chat."""
-    wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") == 4 * PREFIX)
-    wait_until(lambda: figure(prefills, "moeserve_kv_transfer_held_blocks") == 0)
+    wait_until(lambda: decodes.figure("moeserve_kv_transfer_tokens_total") == 4 * PREFIX)
+    wait_until(lambda: prefills.figure("moeserve_kv_transfer_held_blocks") == 0)
     messages = [{"role": "user", "content": "tell me of whales " * 8}]
     chat = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0, "stream": True}
     assert "[DONE]" in router.post("/v1/chat/completions", json=chat).text
-    wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") > 4 * PREFIX)
+    wait_until(lambda: decodes.figure("moeserve_kv_transfer_tokens_total") > 4 * PREFIX)
 
 
 def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path) -> None:

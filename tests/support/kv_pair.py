@@ -6,7 +6,6 @@ The proxy is the test: it sends what vLLM's toy proxy sends, and passes on what 
 from __future__ import annotations
 
 import json
-import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,13 +93,8 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def figure(running: Service, name: str) -> float:
-    found = re.search(rf"^{re.escape(name)} (\S+)", running.http.get("/metrics").text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 def failures(running: Service, reason: str) -> float:
-    return figure(running, f'moeserve_kv_transfer_failed_total{{reason="{reason}"}}')
+    return running.figure(f'moeserve_kv_transfer_failed_total{{reason="{reason}"}}')
 
 
 def wait_for_failures(running: Service, reason: str, count: float) -> None:

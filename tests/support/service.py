@@ -66,6 +66,12 @@ class Service:
                 return
         raise AssertionError(self.errors.read_text())
 
+    def figure(self, name: str, key: str | None = None) -> float:
+        """Return the metric of a name with its labels; 0 where it is not there yet. key: of a service with keys."""
+        text = self.http.get("/metrics", headers={} if key is None else {"authorization": f"Bearer {key}"}).text
+        found = re.search(rf"^{re.escape(name)} (\S+)", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
     def stream(self, max_tokens: int, *, tells_resumed: bool = False, **fields: Any) -> Iterator[dict[str, Any]]:
         """Events of a streamed completion as they arrive; an error event too. Raise at a stream that is cut off.
 

@@ -11,10 +11,11 @@ from moeserve.frontend.store.file import connect, prepare
 from moeserve.frontend.store.store import Bounds, Shelf
 
 LARGE = Bounds(2**30, 1e9)
+MakeShelf = Callable[..., Shelf]
 
 
 @contextmanager
-def shelves(folder: Path, bounds: Bounds = LARGE) -> Iterator[Callable[..., Shelf]]:
+def shelves(folder: Path, bounds: Bounds = LARGE) -> Iterator[MakeShelf]:
     """Give a function that returns a shelf, from its caller and the time, which goes on by a second with each call."""
     path = folder / "store"
     prepare(path)

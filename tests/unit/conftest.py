@@ -1,9 +1,16 @@
 """Tests without torch: its import would take longer than most of their files."""
 
+from __future__ import annotations
+
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.stores import MakeShelf
 
 
 @pytest.hookimpl(wrapper=True)
@@ -16,3 +23,12 @@ def pytest_make_collect_report(
     if not was_there and "torch" in sys.modules:
         raise pytest.UsageError(f"{collector.nodeid} imports torch: tests/cpu is the place for it")
     return report
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[MakeShelf]:
+    """Shelves of a response store that is large enough."""
+    from tests.support.stores import shelves
+
+    with shelves(tmp_path) as make:
+        yield make

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,9 @@ from moeserve.frontend.store import batches, files
 from moeserve.frontend.store.batches import StoredBatch
 from moeserve.frontend.store.file import VERSION, connect, prepare
 from moeserve.frontend.store.store import OVERHEAD_BYTES, Bounds, NoRoom, Shelf
-from tests.support.stores import add_file, shelves
+from tests.support.stores import MakeShelf, add_file, shelves
 
-MakeShelf = Callable[..., Shelf]
 A, B = b"a", b"b"
-
-
-@pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[MakeShelf]:
-    with shelves(tmp_path) as make:
-        yield make
 
 
 def begun(shelf: MakeShelf, num_lines: int, owner: str = "me", file_id: str | None = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,9 @@ from moeserve.frontend.store import files
 from moeserve.frontend.store.files import PIECE_BYTES
 from moeserve.frontend.store.store import Bounds, Shelf, drop_old
 from tests.support.refusals import refused
-from tests.support.stores import add_file, shelves
+from tests.support.stores import MakeShelf, add_file, shelves
 
-MakeShelf = Callable[..., Shelf]
 A, B = b"a", b"b"
-
-
-@pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[MakeShelf]:
-    with shelves(tmp_path) as make:
-        yield make
 
 
 def pieces_of(shelf: Shelf, file_id: str) -> list[bytes]:

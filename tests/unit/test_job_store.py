@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,16 +27,9 @@ from moeserve.frontend.store.jobs import StoredJob
 from moeserve.frontend.store.store import Bounds, NoRoom, Shelf, Store, drop_old
 from moeserve.frontend.usage import UsageBook
 from tests.support.refusals import refused
-from tests.support.stores import LARGE, shelves
+from tests.support.stores import LARGE, MakeShelf, shelves
 
-MakeShelf = Callable[..., Shelf]
 NAME = Name(b"key", b"content")
-
-
-@pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[MakeShelf]:
-    with shelves(tmp_path) as make:
-        yield make
 
 
 def create(shelf: Shelf, job_id: str, owner: str = "me", name: Name | None = None) -> str:

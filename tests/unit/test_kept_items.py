@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,9 @@ from moeserve.frontend.store import responses
 from moeserve.frontend.store.file import VERSION, connect, prepare
 from moeserve.frontend.store.store import Shelf
 from tests.support.refusals import refused
-from tests.support.stores import LARGE, shelves
+from tests.support.stores import LARGE, MakeShelf, shelves
 
-MakeShelf = Callable[..., Shelf]
 FACTS = ModelFacts(("tiny",), 4096, 260, (0,), {}, 20)
-
-
-@pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[MakeShelf]:
-    with shelves(tmp_path) as make:
-        yield make
 
 
 def digits(number: int) -> str:

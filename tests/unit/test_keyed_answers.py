@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,18 +21,11 @@ from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.idempotency import Name
 from moeserve.frontend.store.store import Bounds, NoRoom, Shelf, Store, drop_old
 from tests.support.refusals import refused
-from tests.support.stores import LARGE, shelves
+from tests.support.stores import LARGE, MakeShelf, shelves
 
-MakeShelf = Callable[..., Shelf]
 A, B = b"a", b"b"
 NAME = Name(b"key", b"content")
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"x-moeserve-ignored", b"user")]}
-
-
-@pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[MakeShelf]:
-    with shelves(tmp_path) as make:
-        yield make
 
 
 def begin(shelf: Shelf, answer_id: str, owner: str = "me", dead: str = "") -> None:
@@ -94,7 +87,8 @@ def test_an_answer_counts_in_its_keys_share_and_one_without_room_is_not_kept(tmp
 class Process:
     """An HTTP process's answers. `works` are those that are computed, by number."""
 
-    def __init__(self, store: Store, owner: Owner) -> None:
+    def __init__(self, path: Path, store: Store, owner: Owner) -> None:
+        self.path = path
         self.store = store
         self.answers = KeyedAnswers(store, owner, HeldBytes())
         self.started: list[bytes] = []
@@ -137,10 +131,11 @@ async def read(answer: AsyncGenerator[Piece]) -> tuple[bytes, list[tuple[bytes, 
 def with_process(test: Callable[[Process], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
     def run_test(tmp_path: Path) -> None:
         async def run() -> None:
-            store, owner = Store(tmp_path / "store", LARGE), Owner(tmp_path / "store")
+            path = tmp_path / "store"
+            store, owner = Store(path, LARGE), Owner(path)
             await store.start()
             owner.hold()
-            process = Process(store, owner)
+            process = Process(path, store, owner)
             try:
                 await test(process)
                 assert process.places == 0
@@ -222,7 +217,7 @@ async def test_another_request_with_the_key_is_refused_while_the_first_runs_and_
 async def test_an_answer_that_another_process_computes_is_refused_for_now_and_begun_anew_once_it_has_died(
     process: Process,
 ) -> None:
-    other = Owner(process.store._path)
+    other = Owner(process.path)
     other.hold()
     enter = partial(idempotency.begin, name=NAME, answer_id="theirs", owner=other.name, is_over=lambda _: False)
     await process.store.write(A, enter)

@@ -8,7 +8,6 @@ import os
 import signal
 import sqlite3
 import stat
-from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,7 @@ from moeserve.frontend.store import responses
 from moeserve.frontend.store.file import StoreError, connect, prepare
 from moeserve.frontend.store.store import Bounds, Shelf, Store, drop_old
 from tests.support.examples import examples
-from tests.support.stores import LARGE, shelves
-
-MakeShelf = Callable[..., Shelf]
+from tests.support.stores import LARGE, MakeShelf, shelves
 
 
 def name_of(letter: str) -> str:
@@ -60,12 +57,6 @@ def texts(shelf: Shelf, letter: str) -> list[str] | None:
 
 def found(shelf: Shelf, letters: str) -> str:
     return "".join(letter for letter in letters if responses.find(shelf, name_of(letter)) is not None)
-
-
-@pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[MakeShelf]:
-    with shelves(tmp_path) as make:
-        yield make
 
 
 def test_a_conversation_is_every_input_and_output_up_to_a_response(shelf: MakeShelf) -> None:

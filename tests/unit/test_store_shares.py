@@ -18,9 +18,8 @@ from moeserve.frontend.store import batches, files, jobs, responses
 from moeserve.frontend.store.store import Bounds, Crowded, NoRoom, Shelf, Store, drop_old, store_full
 from tests.support.examples import examples
 from tests.support.refusals import refused
-from tests.support.stores import add_file, shelves
+from tests.support.stores import MakeShelf, add_file, shelves
 
-MakeShelf = Callable[..., Shelf]
 A, B = b"a", b"b"
 HALVES = Bounds(40_000, 1e9, {A: 0.5, B: 0.5}.__getitem__)
 
