@@ -176,6 +176,12 @@ class GrammarMasks:
             job = self._done.get(timeout=seconds)
             job.done(job)
 
+    def check_idle(self) -> None:
+        """Raise AssertionError unless nothing is held or compiled, as it must be without open requests."""
+        num_held, num_compiling = len(self._held), len(self._compiling) + len(self._slow)
+        if num_held or num_compiling or self._slow.num_held_bytes:
+            raise AssertionError(f"idle, but {num_held} requests are held and {num_compiling} grammars being compiled")
+
     def close(self) -> None:
         """End the threads after their present jobs."""
         self._quick.close()

@@ -373,20 +373,36 @@ def test_the_forced_end_of_a_thought_may_cut_a_character(source: GrammarMasks) -
         end(source, one, whole)
 
 
-def test_requests_that_share_a_grammar_do_not_use_its_limit_up_for_each_other(source: GrammarMasks) -> None:
-    grammar = grammar_of("regex", "(a|b)*a(a|b){14}")
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars that are compiled from now on."""
+    compiled = list[str]()
+
+    def note(tokens: LLTokenizer, grammar: str) -> LLMatcher:
+        compiled.append(grammar)
+        return compile_grammar(tokens, grammar)
+
+    monkeypatch.setattr(grammar_masks, "compile_grammar", note)
+    return compiled
+
+
+def test_requests_that_share_a_grammar_do_not_use_its_limit_up_for_each_other(
+    source: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar, compiled = grammar_of("regex", "(a|b)*a(a|b){14}"), compilations(monkeypatch)
     draw = np.random.default_rng(0)
     for number in range(100):
         output = bytes(draw.choice(list(b"ab"), 3000).tolist())
         request = request_of(f"{number}", grammar, output)
         assert made_of(source, request)[f"{number}"].error is None
-        if source._held[request].is_alone:
-            break
         end(source, request)
+        if len(compiled) == 2:  # its lexer is full, and the request has another one
+            break
     else:
         pytest.fail("the lexer never became full")
-    end(source, request)
-    assert (len(source._kept), len(source._slow)) == (0, 0)
+    source.check_idle()
+    # Neither lexer serves the next request.
+    made_of(source, request_of("next", grammar))
+    assert len(compiled) == 3
 
 
 def test_a_model_without_a_tokenizer_fails_such_requests_alone(tmp_path: Path) -> None:
@@ -464,14 +480,11 @@ def test_an_abort_while_compiling_frees_everything(source: GrammarMasks, monkeyp
     gate.begun.get(timeout=60)
     end(source, begun, waiting)
     assert not source.is_awaited
-    assert not source._held
-    assert (len(source._compiling), len(source._slow)) == (1, 0)
     gate.open()
-    while source._compiling:
-        source.wait(1.0)
+    source.wait(60.0)
     assert source.take() == []
     assert gate.begun.empty()
-    assert source._slow.num_held_bytes == 0
+    source.check_idle()
     # A result that came too late serves the next request.
     assert allowed(made_of(source, request_of("again", 'start: "b"'))["again"]) == [ord("b")]
 
@@ -501,12 +514,14 @@ def test_a_compilation_without_end_fails_its_requests_alone(
     monkeypatch.setattr(grammar_masks, "compile_grammar", spin)
     monkeypatch.setattr(grammar_threads, "_MAX_CPU_SECONDS", 0.2)
     endless = [request_of(name, 'start: "endless"') for name in ("one", "two")]
-    made = made_of(source, *endless, request_of("good", 'start: "g"'))
+    good = request_of("good", 'start: "g"')
+    made = made_of(source, *endless, good)
     released.set()
     assert allowed(made["good"]) == [ord("g")]
     for name in ("one", "two"):
         assert made[name].error == f"{GRAMMAR_FAILED}it takes too long to compile"
-    assert [held.request.request_id for held in source._held.values()] == ["good"]
+    end(source, good)
+    source.check_idle()
 
 
 def test_compiled_grammars_are_kept_by_bytes_and_those_in_use_stay(
@@ -515,12 +530,20 @@ def test_compiled_grammars_are_kept_by_bytes_and_those_in_use_stay(
     monkeypatch.setattr(grammar_masks, "_BYTES_PER_MASK_SECOND", 0.0)
     num_bytes = grammar_masks._GRAMMAR_BYTES + 10 * grammar_masks._BYTES_PER_TEXT_BYTE
     path = write_model_dir(tmp_path) / "tokenizer.json"
-    source = GrammarMasks(path, VOCAB_SIZE, [EOS], max_bytes=3 * num_bytes)
-    used = request_of("used", 'start: "u"')
-    made_of(source, used)
-    for letter in "abcdef":
+    source, compiled = GrammarMasks(path, VOCAB_SIZE, [EOS], max_bytes=3 * num_bytes), compilations(monkeypatch)
+
+    def ask(letter: str) -> Request:
         request = request_of(letter, f'start: "{letter}"')
         made_of(source, request)
-        end(source, request)
-    assert list(source._kept._of_text) == ['start: "u"', 'start: "e"', 'start: "f"']
+        return request
+
+    ask("u")
+    for letter in "abcdef":
+        end(source, ask(letter))
+    assert len(compiled) == 7
+    for letter in "uef":
+        end(source, ask(letter))
+    assert len(compiled) == 7
+    ask("d")
+    assert len(compiled) == 8
     source.close()

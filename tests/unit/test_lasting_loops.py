@@ -23,11 +23,12 @@ from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.jobs.journal import Journal
 from moeserve.frontend.keys import KeyRing
 from moeserve.frontend.relay.engine_client import EngineLink
-from moeserve.frontend.store import jobs
+from moeserve.frontend.store import jobs, threads
 from moeserve.frontend.store import store as store_module
 from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.jobs import StoredJob
 from moeserve.frontend.store.store import Store
+from moeserve.frontend.store.threads import Threads
 from moeserve.frontend.usage import UsageBook
 from moeserve.wire import Admitted
 from tests.support.stores import LARGE
@@ -121,13 +122,14 @@ async def test_a_lack_of_memory_in_the_store_is_a_503_and_the_next_call_works(st
         assert await call(b"", lambda _: "works") == "works"
 
 
-@with_store
-async def test_a_connection_that_could_not_be_rolled_back_is_not_used_again(store: Store) -> None:
-    def leave_open(db: Any) -> None:
-        db.execute("BEGIN IMMEDIATE")
+def test_a_connection_that_could_not_be_rolled_back_is_not_used_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        made = Threads(tmp_path / "store", 1)
+        for _ in range(2):  # a transaction that is open would refuse another one
+            await made.run(b"", lambda db: db.execute("BEGIN IMMEDIATE"))
+        await made.stop()
 
-    await store._writer.run(b"", leave_open)
-    await store.write(b"", partial(create, job_id="a", owner="me"))
+    asyncio.run(run())
 
 
 class _LateIdle(deque[Any]):
@@ -137,10 +139,17 @@ class _LateIdle(deque[Any]):
         return True
 
 
-@with_store
-async def test_of_two_threads_that_find_one_idle_connection_the_slower_one_opens_another(store: Store) -> None:
-    store._readers._idle = _LateIdle()
-    assert await store.read(b"", lambda _: "read") == "read"
+def test_of_two_threads_that_find_one_idle_connection_the_slower_one_opens_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threads, "deque", _LateIdle)
+            made = Threads(tmp_path / "store", 1)
+        assert await made.run(b"", lambda _: "read") == "read"
+        await made.stop()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(37, "No locks available")])

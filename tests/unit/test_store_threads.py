@@ -65,16 +65,17 @@ def test_a_key_whose_reads_fill_the_threads_holds_up_another_key_for_one_read_at
     async def run() -> None:
         store = Store(tmp_path / "store", LARGE)
         await store.start()
-        go, num_done = threading.Semaphore(0), 0
+        begun, go, num_done = threading.Semaphore(0), threading.Semaphore(0), 0
 
         def wait(_: Any) -> None:
             nonlocal num_done
+            begun.release()
             go.acquire()
             num_done += 1
 
         floods = [asyncio.create_task(store.read(b"flood", wait)) for _ in range(50)]
-        while store._readers._turns._num_free:
-            await asyncio.sleep(0)
+        for _ in range(2):  # on every thread that reads
+            await asyncio.to_thread(begun.acquire)
         other = asyncio.create_task(store.read(b"other", lambda shelf: num_done))
         await asyncio.sleep(0)
         go.release()
