@@ -24,7 +24,7 @@ from launcher.server_client import named_server_option
 from launcher.settings_options import some_settings
 from launcher.socket_ranks import rank_per_node
 from moeserve.config import ConfigError, ServeConfig, cache_root, environment_name, load_config
-from moeserve.device import RESERVE_BYTES
+from moeserve.device import RESERVE_BYTES, cuda_absence
 from moeserve.engine.gpu_check.checked import Checked
 from moeserve.engine.kv.disk.files import disk_root
 from moeserve.model.spec import ModelError
@@ -351,7 +351,7 @@ class _Report:
         if self._machine.bandwidth is None:
             sentences.append("How fast memory is: too little is free to measure it.")
         if gpu_names() and not self._machine.gpus:
-            sentences.append("What fits into the GPU: torch finds none that it can use.")
+            sentences.append(f"What fits into the GPU: {cuda_absence(False) or 'torch finds none that it can use'}.")
         if self._machine.gpus and self._setups and all(setup.device == "cpu" for setup in self._setups):
             sentences.append(_UNPLANNED_ON_A_GPU)
         if any(setup.device == "cuda" for setup in self._setups):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _REMEMBERED = "gpu-checks.json"
 # Seconds after which a GPU that has told nothing new is taken for hung: compiling the kernels of one check takes some.
 _SILENT_SECONDS = 180.0
+_ERROR = re.compile(r"[\w.]+(Error|Exception): ")  # as Python names one behind a traceback
 
 Progress = Callable[[str, int, int], None]
 Probe = Callable[[list[str]], Iterator[Line]]
@@ -111,8 +113,10 @@ def run_probe(arguments: list[str]) -> Iterator[Line]:
 
 
 def _last(complaints: list[str], code: int) -> str:
+    """Return the last error that a process wrote, without advice behind it, else its last line."""
     lines = [line.strip() for line in complaints if line.strip()]
-    return lines[-1] if lines else f"code {code}"
+    errors = [line for line in lines if _ERROR.match(line)]
+    return (errors or lines or [f"code {code}"])[-1]
 
 
 def remembered(names: list[str]) -> list[str] | None:

@@ -58,12 +58,13 @@ def main() -> None:
 
 
 def _obstacle(folder: Path, config: ServeConfig) -> str:
+    from moeserve.device import current_gpu
     from moeserve.engine.doctor import gpu_obstacle
     from moeserve.machine import find_gpus
     from moeserve.model.spec import ModelError
 
     try:
-        return gpu_obstacle(folder, config, find_gpus()) or ""
+        return gpu_obstacle(folder, config, find_gpus()[current_gpu().index]) or ""
     except (ConfigError, ModelError) as error:
         return str(error)
 

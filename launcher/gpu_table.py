@@ -43,7 +43,7 @@ def gpu_of(name: str) -> Gpu | None:
     Where the name does not say which of several memories it has, it is the smallest.
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
-    if "laptop" in words:  # slower than the card of this name
+    if {"laptop", "mig"} & set(words):  # slower than the card of this name, or a part of it
         return None
     said = {"".join(words[first:end]) for first in range(len(words)) for end in range(first + 1, len(words) + 1)}
     found = [gpu for gpu in all_gpus() if gpu.name.lower().rpartition("-")[0] in said]

@@ -7,8 +7,9 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import takewhile
 from math import ceil
 from pathlib import Path
 
@@ -196,12 +197,28 @@ def usable_cores(cpu_quota: Path = _CGROUP_CPU) -> int:
 
 
 def gpu_names(gpus: Path = _NVIDIA_GPUS) -> list[str]:
-    """Return the models of the NVIDIA GPUs that the driver lists."""
-    names = []
+    """Return the models of the NVIDIA GPUs that the driver lists and CUDA_VISIBLE_DEVICES does not hide."""
+    found = []
     for information in sorted(gpus.glob("*/information")):
-        lines = information.read_text().splitlines()
-        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
-    return names
+        said = dict(line.partition(":")[::2] for line in information.read_text().splitlines())
+        if "Model" in said:
+            found.append((said["Model"].strip(), said.get("GPU UUID", "").strip()))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [name for name, _ in found]
+    names = (_visible_name(wanted.strip(), found) for wanted in visible.split(","))
+    # As CUDA does, take none behind one that is not there.
+    return list(takewhile(bool, names))
+
+
+def _visible_name(wanted: str, found: Sequence[tuple[str, str]]) -> str:
+    """Return the model of a GPU by its number, the start of its UUID, or the UUID of a part of it, a MIG device; empty
+    if it is not there. found: models and UUIDs. CUDA counts the fastest first, which matters where they differ."""
+    if wanted.startswith("MIG-"):
+        return f"{found[0][0]} MIG" if found else ""
+    if wanted.isdecimal():
+        return found[int(wanted)][0] if int(wanted) < len(found) else ""
+    return next((name for name, uuid in found if wanted and uuid.startswith(wanted)), "")
 
 
 _BACKLOG = 2048  # connections that the system queues until an HTTP process accepts them

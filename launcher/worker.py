@@ -122,7 +122,7 @@ def _served(run: Callable[[], int], report: Report, name: str) -> int:
         report(Failed(str(error), of_settings=isinstance(error, ConfigError)))
     except Exception as error:
         traceback.print_exc()
-        report(Failed(f"{name} failed: {type(error).__name__}: {error}"))
+        report(Failed(f"{name} failed: {type(error).__name__}: {error}".partition("\n")[0]))
     return _EXIT_FAILED
 
 

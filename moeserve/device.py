@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from kernels.cpu.library import CPU_KERNELS, REPRODUCIBLE, computes_in_tiles
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
+from moeserve.gpu_faults import (
+    another_gpu,
+    cuda_is_available,
+    lacks_kernels,
+    no_device,
+    reason_of,
+    triton_absence,
+    without_warnings,
+)
 from moeserve.settings.quantities import show_size
 from radix_cache import least_window_blocks
 
@@ -102,16 +111,15 @@ def cuda_absence(needs_fp8: bool) -> str | None:
 
     if torch.version.cuda is None:
         return "this build of torch has no CUDA; make venv TORCH=cuda installs one that has"
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    obstacle = incapability(torch.cuda.get_device_capability(), needs_fp8)
-    if obstacle is not None:
-        return obstacle
+    if not cuda_is_available():
+        return no_device()
     try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "Triton is not installed"
-    return None
+        with without_warnings():
+            capability = torch.cuda.get_device_capability()
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
+        return f"torch cannot use the GPU: {reason_of(error)}"
+    obstacle = incapability(capability, needs_fp8) or lacks_kernels(capability, torch.cuda.get_arch_list())
+    return triton_absence() if obstacle is None else f"{obstacle}{another_gpu()}"
 
 
 def current_gpu() -> torch.device:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeserve.device import available_bytes, incapability
+from moeserve.gpu_faults import cuda_is_available, lacks_kernels, reason_of, without_warnings
 
 if TYPE_CHECKING:
     import torch
@@ -146,26 +147,31 @@ def _copied_per_second(device: torch.device) -> float:
 
 
 def find_gpus() -> tuple[Gpu, ...]:
+    """Describe the GPUs of this machine. Those that can serve copy memory for a part of a second, if enough is free."""
+    import torch
+
+    if not cuda_is_available():
+        return ()
+    with without_warnings():
+        return tuple(_describe(torch.device("cuda", number)) for number in range(torch.cuda.device_count()))
+
+
+def _describe(device: torch.device) -> Gpu:
     import torch
 
     from kernels.gpu.device import shared_memory_of
 
-    if not torch.cuda.is_available():
-        return ()
-    gpus = []
-    for number in range(torch.cuda.device_count()):
-        device = torch.device("cuda", number)
+    properties = torch.cuda.get_device_properties(device)
+    capability, total = (properties.major, properties.minor), properties.total_memory
+    obstacle = incapability(capability, needs_fp8=False) or lacks_kernels(capability, torch.cuda.get_arch_list())
+    free, bandwidth = 0, None
+    try:
         free, total = torch.cuda.mem_get_info(device)
-        enough, capability = free > 4 * _COPIED_BYTES, torch.cuda.get_device_capability(device)
-        gpus.append(
-            Gpu(
-                torch.cuda.get_device_name(device),
-                total,
-                free,
-                capability,
-                shared_memory_of(device),
-                _copied_per_second(device) if enough else None,
-                incapability(capability, needs_fp8=False),
-            )
-        )
-    return tuple(gpus)
+        if obstacle is None and free > 4 * _COPIED_BYTES:
+            bandwidth = _copied_per_second(device)
+    except torch.OutOfMemoryError:
+        free = 0  # Another process has taken it meanwhile.
+    except RuntimeError as error:
+        # No room is left for CUDA itself, or another process has the GPU alone.
+        obstacle = obstacle or f"torch cannot use it: {reason_of(error)}"
+    return Gpu(properties.name, total, free, capability, shared_memory_of(device), bandwidth, obstacle)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_serve.folders import LARGE, write_folder
-from benchmarks.gpu_serve.service import ROOT, Service
+from benchmarks.gpu_serve.service import ROOT, Popen, Service
 from moeserve.engine.gpu_check.models import CONFIGS
 
 
@@ -74,9 +75,9 @@ INTERPRETED = Scale(
 class Lab:
     """Starts services, and ends them with their stage."""
 
-    def __init__(self, scale: Scale, out: Path, scratch: Path) -> None:
-        """out: receives logs. scratch: for model folders and caches."""
-        self.scale, self.out, self.scratch = scale, out, scratch
+    def __init__(self, scale: Scale, out: Path, scratch: Path, popen: Popen = subprocess.Popen) -> None:
+        """out: receives logs. scratch: for model folders and caches. popen: starts services."""
+        self.scale, self.out, self.scratch, self._popen = scale, out, scratch, popen
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         if scale.interpret:
             paths.insert(0, str(ROOT / "tests" / "support" / "interpreted_gpu"))
@@ -98,6 +99,7 @@ class Lab:
             *settings,
             environment=self.environment,
             ready_within=self.scale.ready_within,
+            popen=self._popen,
         )
         self._running.append(service)
         return service

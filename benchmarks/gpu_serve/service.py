@@ -11,11 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+# Called with a command and keywords as `subprocess.Popen` is.
+Popen = Callable[..., "subprocess.Popen[str]"]
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "m"
@@ -32,13 +35,19 @@ class Service:
     """A running `moeserve serve`. startup_s: from the start of its process until it was ready."""
 
     def __init__(
-        self, folder: Path, log: Path, *arguments: str, environment: Mapping[str, str], ready_within: float
+        self,
+        folder: Path,
+        log: Path,
+        *arguments: str,
+        environment: Mapping[str, str],
+        ready_within: float,
+        popen: Popen = subprocess.Popen,
     ) -> None:
-        """log: the file that receives its standard error. Raise NotStarted."""
+        """log: the file that receives its standard error. popen: starts its process. Raise NotStarted."""
         self._log = log
         began = time.monotonic()
         with log.open("w") as errors:
-            self.process = subprocess.Popen(
+            self.process = popen(
                 [
                     sys.executable,
                     "-m",

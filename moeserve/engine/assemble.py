@@ -38,6 +38,7 @@ from moeserve.engine.ranks.partners import FirstRanksRows, OwnExperts, RankPartn
 from moeserve.engine.ranks.pipe import Pipe
 from moeserve.engine.ranks.together import GroupSteps, ShapeChoice
 from moeserve.engine.weight_bytes import no_experts, owned_experts
+from moeserve.gpu_faults import gpu_faults_in_words
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import StepDecoder
 from moeserve.model.expert_store import stored_experts
@@ -106,6 +107,7 @@ class Body(Protocol):
         """
 
 
+@gpu_faults_in_words()
 def load_rank(
     directory: Path,
     plan: ModelPlan,
@@ -387,6 +389,7 @@ class LoadedRank:
             self._migrator = self._make_migrator(group, share.owned)
         body.record_loaded()
 
+    @gpu_faults_in_words()
     def start(self) -> Rank:
         """Allocate KV memory, warm up and complete the observers, together with all other ranks.
 

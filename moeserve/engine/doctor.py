@@ -118,27 +118,28 @@ def setups_of(
     if isinstance(model, BorrowedModel):
         found = [refusal] if refusal is not None else list(_borrowed_on_cpu(model.sized, machine, on_cpu))
         obstacle = model.sized.spec.gpu_obstacle
-        if obstacle is not None and smallest_gpu(machine) is not None:
+        if obstacle is not None and any(gpu.obstacle is None for gpu in machine.gpus):
             found.append(Setup("cuda", _flags_of(on_gpu or for_gpu(config)), obstacle))
         return found
     assert isinstance(model, NativeModel)
     setups = [refusal] if refusal is not None else list(_on_cpu(model, machine, on_cpu))
-    least = smallest_gpu(machine)
+    gpus = [gpu for gpu in machine.gpus if gpu.obstacle is None]
     # The memory of states on a GPU is not planned before loading.
-    if least is not None and not model.spec.state_layers:
+    if gpus and not model.spec.state_layers:
         on_gpu = on_gpu or for_gpu(config)
-        refusal, num_gpus = _refusal(on_gpu, model), sum(gpu.obstacle is None for gpu in machine.gpus)
-        setups += [refusal] if refusal is not None else _on_gpus(model, least, num_gpus, on_gpu, machine.free_bytes)
+        refusal = _refusal(on_gpu, model)
+        setups += [refusal] if refusal is not None else _on_gpus(model, gpus, on_gpu, machine.free_bytes)
     return setups
 
 
-def smallest_gpu(machine: Machine) -> Gpu | None:
-    """Return the GPU with the least free memory among the usable ones, None without any."""
-    return min((gpu for gpu in machine.gpus if gpu.obstacle is None), key=lambda gpu: gpu.free_bytes, default=None)
+def deciding_gpu(gpus: Sequence[Gpu], num_ranks: int) -> Gpu:
+    """Return the GPU that decides what fits: the one with the least free memory of several ranks', or the first, which
+    one rank takes."""
+    return gpus[0] if num_ranks == 1 else min(gpus, key=lambda gpu: gpu.free_bytes)
 
 
-def gpu_obstacle(folder: Path, config: ServeConfig, gpus: Sequence[Gpu]) -> str | None:
-    """Return why the model in a folder is not served on the smallest of the GPUs, which can be used; None if it is.
+def gpu_obstacle(folder: Path, config: ServeConfig, gpu: Gpu) -> str | None:
+    """Return why the model in a folder is not served on a GPU, which can be used; None if it is.
 
     config: of a service on a GPU. Raise ConfigError or ModelError for settings or a model that no GPU takes.
     """
@@ -151,7 +152,7 @@ def gpu_obstacle(folder: Path, config: ServeConfig, gpus: Sequence[Gpu]) -> str 
         return "the memory of recurrent states there is not planned before loading; --device cuda tries it"
     model = examine(folder)
     assert isinstance(model, NativeModel)
-    return _gpu_setup(model, min(gpus, key=lambda gpu: gpu.free_bytes), config, available_bytes()).obstacle
+    return _gpu_setup(model, [gpu], config, available_bytes()).obstacle
 
 
 def for_gpu(config: ServeConfig) -> ServeConfig:
@@ -359,33 +360,33 @@ def _read_per_token(
     return chosen + others - (loaded_bytes(embedding, dtype.itemsize, narrow) if quantised is None else quantised)
 
 
-def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig, host_bytes: int) -> Iterator[Setup]:
-    """gpu: the GPU with the least free memory. host_bytes: of the host's memory, that are free."""
+def _on_gpus(model: NativeModel, gpus: Sequence[Gpu], config: ServeConfig, host_bytes: int) -> Iterator[Setup]:
+    """gpus: that can serve. host_bytes: of the host's memory, that are free."""
     if model.spec.gpu_obstacle is not None:
         yield Setup("cuda", _flags_of(config), model.spec.gpu_obstacle)
         return
-    setup = _gpu_setup(model, gpu, config, host_bytes)
+    setup = _gpu_setup(model, gpus, config, host_bytes)
     yield setup
     moe = model.spec.moe
     if setup.obstacle is None or config.expert_memory is not None:
         return
     tried: list[ServeConfig] = []
     if config.num_ranks == 1 and config.kv_host_memory is None:
-        tried += _shared_by(model.spec, num_gpus, config)
+        tried += _shared_by(model.spec, len(gpus), config)
     dtype = compute_dtype(config, "cuda")
     kept = any(shape.formats for shape in _expert_shapes(model, dtype))
     if moe is not None and config.quantization == "none" and config.dtype != "float32" and not kept:
         tried += [replace(config, quantization=f"experts={form}") for form in ("int8", "int4")]
     for smaller in tried:
-        setup = _gpu_setup(model, gpu, smaller, host_bytes)
+        setup = _gpu_setup(model, gpus, smaller, host_bytes)
         yield setup
         if setup.obstacle is None:
             return
     if moe is None or config.pipeline_parallel_size > 1:
         return
-    free = _free_on_gpu(gpu, _gpu_others(model, dtype), config)
+    free = _free_on_gpu(deciding_gpu(gpus, config.num_ranks), _gpu_others(model, dtype), config)
     advised = _advised(free, model.spec, _slot_layouts(model, dtype, config).num_bytes)
-    yield _gpu_setup(model, gpu, replace(config, expert_memory=advised), host_bytes)
+    yield _gpu_setup(model, gpus, replace(config, expert_memory=advised), host_bytes)
 
 
 def _shared_by(spec: DecoderSpec, num_gpus: int, config: ServeConfig) -> Iterator[ServeConfig]:
@@ -399,8 +400,9 @@ def _shared_by(spec: DecoderSpec, num_gpus: int, config: ServeConfig) -> Iterato
     yield replace(config, tensor_parallel_size=num_gpus)
 
 
-def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig, host_bytes: int) -> Setup:
+def _gpu_setup(model: NativeModel, gpus: Sequence[Gpu], config: ServeConfig, host_bytes: int) -> Setup:
     """Plan the memory of one GPU: of several that share a model, that with the most weights."""
+    gpu = deciding_gpu(gpus, config.num_ranks)
     dtype, flags = compute_dtype(config, "cuda"), _flags_of(config)
     kv_dtype = _gpu_kv_dtype(config)
     obstacle = incapability(gpu.capability, needs_fp8(config))

@@ -10,7 +10,7 @@ import torch
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import RESERVE_BYTES
-from moeserve.engine.doctor import for_gpu, kv_on_gpu, setups_of, smallest_gpu
+from moeserve.engine.doctor import for_gpu, kv_on_gpu, setups_of
 from moeserve.engine.known_model import examine, in_billions, parameters_of, widened_parameters_of
 from moeserve.engine.memory_plan import share_memory
 from moeserve.machine import Machine
@@ -141,8 +141,8 @@ def _bytes_in_memory(num_bytes: int, spec: ModelSpec) -> tuple[int, float | None
 
 
 def _kv_on_gpu(num_bytes: int, spec: ModelSpec | None, machine: Machine, config: ServeConfig) -> int | None:
-    """Return the tokens of KV beside weights of `num_bytes` on the smallest GPU, None where they do not fit one."""
-    gpu = smallest_gpu(machine)
+    """Return the tokens of KV beside weights of `num_bytes` on the GPU that is taken, None where they do not fit it."""
+    gpu = next((gpu for gpu in machine.gpus if gpu.obstacle is None), None)
     if gpu is None or not isinstance(spec, DecoderSpec) or spec.state_layers:
         return None
     try:

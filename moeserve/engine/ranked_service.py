@@ -42,6 +42,7 @@ from moeserve.engine.ranks.pipeline import PipelineExecutor
 from moeserve.engine.ranks.steps import RankedExecutor, RankSteps
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, dismiss_strangers, find_fault, introduction
 from moeserve.engine.service import Execution, LoadedPart, expert_faults_in_words, load_part, serve
+from moeserve.gpu_faults import cuda_is_available
 from moeserve.run_context import RunContext
 from moeserve.statuses import Computing, Met, Report
 
@@ -431,7 +432,7 @@ def _bind_rank(config: ServeConfig, rank: int) -> None:
 
 def _take_gpu(config: ServeConfig) -> None:
     """Make this rank's GPU the current one before any other is touched. Raise ConfigError if there are too few."""
-    if not torch.cuda.is_available():
+    if not cuda_is_available():
         return
     obstacle = too_few_gpus(config, torch.cuda.device_count())
     if obstacle is not None:

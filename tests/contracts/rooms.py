@@ -20,6 +20,7 @@ ROOMS = {
         "settings",
         "kv_transfer",
         "config",
+        "gpu_faults",
         "device",
         "machine",
         "thoughts",

@@ -78,6 +78,17 @@ def test_every_card_since_ampere_serves_a_30b_of_experts_in_some_way(gpu: Gpu, t
     assert (found[0].obstacle is None) == (gpu.total_bytes > 70 * GIB)
 
 
+def test_a_busy_card_behind_a_free_one_keeps_one_rank_from_nothing(tmp_path: Path) -> None:
+    card = next(gpu for gpu in GPUS if "RTX4090" in gpu.name)
+    busy, model = replace(card, free_bytes=GIB), examine(folder_of(DENSE, tmp_path))
+    first, second = (
+        setups_of(model, replace(MACHINE, gpus=gpus), ServeConfig())[-1].obstacle
+        for gpus in ((card, busy), (busy, card))
+    )
+    assert first is None
+    assert second is not None
+
+
 def test_fp8_is_refused_on_a_card_that_lacks_it(tmp_path: Path) -> None:
     ampere = next(gpu for gpu in GPUS if "RTX3090" in gpu.name)
     (setup,) = setups(tmp_path, ampere, DENSE, ServeConfig(kv_cache_dtype="fp8_e4m3"))

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_serve.__main__ import main
 from benchmarks.gpu_serve.stages import STAGES
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.forking import popen
 
 
 @pytest.mark.kernel_change
 @pytest.mark.timeout(900)
-def test_every_stage_of_the_driver_passes_in_the_interpreter(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_serve", "--interpret", "--out-dir", str(tmp_path)]
-    done = subprocess.run([*command, "--time-limit", "900"], cwd=ROOT, capture_output=True, text=True, check=False)
+def test_every_stage_of_the_driver_passes_in_the_interpreter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["--interpret", "--out-dir", str(tmp_path), "--time-limit", "900"], popen)
     table = (tmp_path / "serve-interpreter.md").read_text()
-    assert done.returncode == 0, table + done.stderr
-    assert done.stdout.count("passed") == len(STAGES)
+    assert code == 0, table
+    assert capsys.readouterr().out.count("passed") == len(STAGES)
     assert "| texts as with all resident | 2 of 2 |" in table
+
+
+def test_the_driver_says_in_a_sentence_that_no_gpu_can_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absence = "this build of torch has no CUDA; make venv TORCH=cuda installs one that has"
+    monkeypatch.setattr("benchmarks.gpu_serve.__main__.cuda_absence", lambda _: absence)
+    assert main(["--out-dir", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"Error: {absence}.\n"
+    assert not (tmp_path / "out").exists()

@@ -115,6 +115,9 @@ def test_a_probe_that_crashes_or_stays_silent_ends_with_a_clause(
     assert probed('echo \'{"type":"Fit","obstacle":"too large"}\'') == [Fit("too large")]
     with pytest.raises(GpuHangs, match=r"ended with Illegal instruction in a kernel$"):
         probed("echo Illegal instruction in a kernel >&2; exit 3")
+    advice = "For debugging consider passing CUDA_LAUNCH_BLOCKING=1"
+    with pytest.raises(GpuHangs, match=r"ended with torch.AcceleratorError: CUDA error: out of memory$"):
+        probed(f"printf 'Traceback\\ntorch.AcceleratorError: CUDA error: out of memory\\n{advice}\\n' >&2; exit 1")
     with pytest.raises(GpuHangs, match="ended with code 4"):
         probed("exit 4")
     monkeypatch.setattr(launcher.gpu_choice, "_SILENT_SECONDS", 0.2)

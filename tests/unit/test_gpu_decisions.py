@@ -168,6 +168,7 @@ def test_products_of_a_gpus_largest_step_take_a_few_times_as_long_as_reading_its
         ("NVIDIA L4", "L4-24G"),
         ("NVIDIA L40S", "L40S-48G"),
         ("NVIDIA H100 80GB HBM3", "H100-80G"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA H200", "H200-141G"),
         ("NVIDIA RTX A6000", "A6000-48G"),
         ("NVIDIA GeForce RTX 3090", "RTX3090-24G"),

@@ -226,6 +226,27 @@ def test_gpus_are_named_by_the_driver(tmp_path):
     assert gpu_names(tmp_path) == ["NVIDIA H200"]
 
 
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("", []),
+        ("-1", []),
+        ("1", ["NVIDIA GeForce RTX 4090"]),
+        ("1,0", ["NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3"]),
+        ("0,7,1", ["NVIDIA H100 80GB HBM3"]),
+        ("GPU-b2", ["NVIDIA GeForce RTX 4090"]),
+        ("GPU-ff", []),
+        ("MIG-c3", ["NVIDIA H100 80GB HBM3 MIG"]),
+    ],
+)
+def test_gpus_that_the_environment_hides_are_not_named(tmp_path, monkeypatch, visible, names):
+    for place, (name, uuid) in enumerate((("NVIDIA H100 80GB HBM3", "GPU-a1"), ("NVIDIA GeForce RTX 4090", "GPU-b2"))):
+        (tmp_path / f"0000:0{place}:00.0").mkdir()
+        (tmp_path / f"0000:0{place}:00.0" / "information").write_text(f"Model: \t {name}\nGPU UUID: \t {uuid}\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_names(tmp_path) == names
+
+
 def test_children_inherit_no_settings_and_no_keys():
     inherited = child_environment({"MOESERVE_API_KEY": "secret", "NOTIFY_SOCKET": "s", "HOME": "/h"}, threads=2)
     assert "MOESERVE_API_KEY" not in inherited

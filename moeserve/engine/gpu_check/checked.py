@@ -20,5 +20,5 @@ def timed(name: str, fault_of: Callable[[], str]) -> Checked:
     try:
         fault = fault_of()
     except Exception as error:
-        fault = f"{type(error).__name__}: {error}"
+        fault = f"{type(error).__name__}: {error}".partition("\n")[0]  # CUDA has advice for programmers behind it
     return Checked(name, time.monotonic() - began, fault)

@@ -14,7 +14,9 @@ import torch
 from experts.routing.tap import RoutingTap
 from kernels.gpu.compile_ahead import caught_launches
 from kernels.gpu.moe_config import MoeConfigs
+from moeserve.config import ConfigError
 from moeserve.device import KvBudget, StateDemand, kv_memory, share_kv
+from moeserve.gpu_faults import gpu_memory_said
 from moeserve.model.decoder import Decoder, KvPools
 from moeserve.model.gpu.batches import AttentionLimits, DecodeTensors, StepBatches, native_limits
 from moeserve.model.gpu.runner import DecodeSteps, GpuModelRunner, HeardDecoder, Peers
@@ -34,6 +36,7 @@ from moeserve.model.sampler import SCORED_AT_ONCE
 from moeserve.model.spec import ModelSpec, Progress, silent
 from moeserve.model.state_pool import StatePool, pools_by_layer
 from moeserve.model.step_arrays import StepShape, capture_sizes
+from moeserve.settings.quantities import show_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +236,22 @@ def forget_peak(device: torch.device) -> None:
 
 
 def free_for_kv(device: torch.device, settings: GpuSettings, graph_bytes: int) -> int:
-    """Return the bytes left for KV on this device. Call it after `compute_largest_step`."""
+    """Return the bytes left for KV on this device. Call it after `compute_largest_step`. Raise ConfigError if none are
+    left."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    return kv_memory(
+    peak = torch.cuda.max_memory_allocated(device)
+    memory = kv_memory(
         total_bytes=total,
         free_bytes=free,
         reserved_bytes=torch.cuda.memory_reserved(device),
-        peak_bytes=torch.cuda.max_memory_allocated(device),
+        peak_bytes=peak,
         utilization=settings.gpu_memory_utilization,
         graph_bytes=graph_bytes,
     )
+    if not memory:
+        raise ConfigError(
+            f"--device cuda: no memory is left for keys and values: weights and the largest step take "
+            f"{show_size(peak, up=True)}, and {gpu_memory_said()}."
+        )
+    return memory
