@@ -169,8 +169,9 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if device.type == "cuda":
-        runtime = torch.cuda.cudart()
-        error = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        # Another thread's current GPU is the first one, where CUDA would take memory for a context.
+        with torch.cuda.device(device):
+            error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         if error:
             raise ExpertStoreError(f"{num_bytes / 2**30:.1f} GiB of host memory cannot be locked (CUDA error {error}).")
     return memory

@@ -241,7 +241,11 @@ class Collectives:
     def receive(self, rows: Tensor, from_rank: int) -> None:
         """Wait, for any time, for the rows that one rank sends next to this one, and write them into `rows`."""
         with self._entered():
-            comm.irecv(rows, from_rank).wait(timedelta(seconds=UNBOUNDED_SECONDS))
+            coming = comm.irecv(rows, from_rank)
+            if self._on_gpu:
+                coming.wait()  # With a time limit NCCL would keep the host until the rows are there.
+            else:
+                coming.wait(timedelta(seconds=UNBOUNDED_SECONDS))
 
     def agree_on_least(self, number: int) -> int:
         """Return the least of the ranks' numbers to all of them. Waits for the others."""

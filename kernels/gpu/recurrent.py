@@ -286,7 +286,8 @@ def _rule_kernel(
     if not READY:
         rate, bias = tl.load(decay_rate + head), tl.load(step_bias + head)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    for row in range(first, end):
+    for number in range(first, end):
+        row = tl.cast(number, tl.int64)
         heads = qkv + row * row_stride
         query = tl.load(heads + key_head * KEY_DIM + keys, mask=of_key, other=0.0).to(tl.float32)
         key = tl.load(heads + (KEY_HEADS + key_head) * KEY_DIM + keys, mask=of_key, other=0.0).to(tl.float32)
@@ -346,7 +347,8 @@ def _mamba2_kernel(
     state = tl.load(place, mask=mask & (slot >= 0), other=0.0)
     rate, bias, skip = tl.load(rates + head), tl.load(step_bias + head), tl.load(skips + head)
     group = head // (HEADS // GROUPS)
-    for row in range(first, end):
+    for number in range(first, end):
+        row = tl.cast(number, tl.int64)
         x = tl.load(xbc + row * row_stride + head * VALUE_DIM + values, mask=of_value, other=0.0).to(tl.float32)
         shared = xbc + row * row_stride + HEADS * VALUE_DIM + group * KEY_DIM + keys
         key = tl.load(shared, mask=of_key, other=0.0).to(tl.float32)
@@ -392,7 +394,8 @@ def _mamba1_kernel(
     state = tl.load(place, mask=mask & (slot >= 0), other=0.0)
     rate = tl.load(rates + offsets, mask=mask, other=0.0)
     skip = tl.load(skips + channels, mask=of_channel, other=0.0)
-    for row in range(first, end):
+    for number in range(first, end):
+        row = tl.cast(number, tl.int64)
         value = tl.load(x + row * row_stride + channels, mask=of_channel, other=0.0).to(tl.float32)
         size = tl.load(sizes + row * size_stride + channels, mask=of_channel, other=0.0).to(tl.float32)
         key = tl.load(bc + row * bc_stride + numbers, mask=of_state, other=0.0).to(tl.float32)

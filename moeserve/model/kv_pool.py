@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.kv_rows import row_width
+from kernels.transfer import to_device
 from moeserve.device import WindowDemand
 from moeserve.model.spec import KvLayerSpec
 
@@ -89,14 +90,14 @@ class KVPool:
         """
         for of_windows, numbers in enumerate((block_ids, window_ids)):
             if len(numbers) and self._memories[of_windows]:
-                ids = torch.tensor(numbers, dtype=torch.int64, device=self._memories[of_windows][0].device)
+                ids = to_device(array("q", numbers), self._memories[of_windows][0].device)
                 for blocks in self._blocks(of_windows):
                     # torch fills no fp8 by index.
                     (blocks.view(torch.uint8) if blocks.dtype.itemsize == 1 else blocks).index_fill_(2, ids, 0)
 
     def copy_blocks(self, pairs: array[int]) -> None:
         """Copy blocks, without window blocks. pairs: the ids of source and target, one behind the other."""
-        ids = torch.tensor(pairs, dtype=torch.int64, device=self._memories[0][0].device)
+        ids = to_device(array("q", pairs), self._memories[0][0].device)
         sources, targets = ids.view(-1, 2).unbind(1)
         for blocks in self.block_bytes():
             blocks.index_copy_(1, targets, blocks.index_select(1, sources))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from experts.memory.file import write_expert_file
 from experts.memory.memory import ExpertMemory
 from experts.memory.residency import ResidencyControl
 from experts.memory.slots import DeviceSlots
-from experts.memory.tiers import DiskTier, ExpertTier, HostTier
+from experts.memory.tiers import DiskTier, ExpertTier, HostTier, page_locked
 from tests.support.late_copies import LateCopies
 
 CPU = torch.device("cpu")
@@ -116,3 +119,28 @@ def test_a_damaged_expert_on_disk_is_found_out_on_its_way_to_the_device(tmp_path
             memory.wait_ready(0, [4])
     finally:
         memory.close()
+
+
+def test_memory_is_locked_through_the_gpu_that_copies_from_it_whichever_thread_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A thread's current GPU is the first one, and CUDA takes some 500 MB of a GPU for each process that touches it.
+    current, locked = [0], list[tuple[int, int]]()
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        assert device.index is not None
+        current.append(device.index)
+        yield
+        current.pop()
+
+    def register(_: int, num_bytes: int, flags: int) -> int:
+        locked.append((current[-1], num_bytes))
+        return flags
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    assert len(page_locked(4096, torch.device("cuda", 3))) == 4096
+    assert locked == [(3, 4096)]
+    assert len(page_locked(4096, CPU)) == 4096
+    assert len(locked) == 1

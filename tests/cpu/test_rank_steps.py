@@ -5,8 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
+import deepspeed.comm as comm
 import pytest
+import torch
 
 from experts.parallel.collectives import Collectives, Traffic
 from moeserve.engine.ranks.together import StepRows, captures_decodes
@@ -54,6 +57,28 @@ def test_only_sizes_known_beforehand_can_be_captured() -> None:
     assert not captures_decodes("alltoall", eager=False, all_resident=True)
     assert not captures_decodes("auto", eager=True, all_resident=True)
     assert not captures_decodes("auto", eager=False, all_resident=False)
+
+
+class Coming:
+    """Rows on their way, which know how they were waited for."""
+
+    def __init__(self) -> None:
+        self.limits: list[timedelta | None] = []
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        self.limits.append(limit)
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cuda", 0)], ids=str)
+def test_a_gpu_waits_for_rows_on_its_queue_and_not_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    # With a limit torch would keep the host until NCCL is done.
+    collectives, coming = Collectives(1, 2, device=device), Coming()
+    monkeypatch.setattr(comm, "irecv", lambda *_: coming)
+    with collectives.waits.without_marks():
+        collectives.receive(torch.zeros(1, 2), 0)
+    assert [limit is None for limit in coming.limits] == [device.type == "cuda"]
 
 
 class Waits:

@@ -11,6 +11,7 @@ import torch
 from kernels.gpu.attention import ExtendRun, Partials, Scoring, paged_attention, split_attention
 from kernels.gpu.attention_config import PrefillConfig, SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
+from tests.support.far_memory import spread
 from tests.support.paged_batch import Batch, assert_close, guarded, make_batch, run_prefill, run_split
 
 pytestmark = pytest.mark.kernel_change
@@ -115,6 +116,17 @@ def test_values_of_fp8_that_are_a_prefix_of_the_keys(device):
         run_split(batch, fixed_chunk=32, key_scale=0.5, value_scale=0.5),
         batch.reference(key_scale=0.5, value_scale=0.5),
     )
+
+
+@pytest.mark.parametrize("tile", [16, 32])
+def test_keys_and_values_that_lie_beyond_32_bits_are_read(tile, device):
+    batch = make_batch([40, 3, 33], [1, 3, 20], dtype=torch.float16, device=device)
+    expected = batch.reference()
+    strides = (batch.keys.shape[2], (1 << 24) - 16, 1)  # slots lie as far from each other as the kernels take
+    assert int(batch.table.max()) * batch.block_size * strides[1] > 1 << 31
+    batch = replace(batch, keys=spread(batch.keys, strides), values=spread(batch.values, strides))
+    assert_close(run_split(batch, tile=tile, fixed_chunk=32), expected)
+    assert_close(run_prefill(batch, rows=16, tile=tile), expected)
 
 
 @pytest.mark.parametrize(("window", "sinks", "soft_cap"), [(None, False, None), (20, True, 5.0)])

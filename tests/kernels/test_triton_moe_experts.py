@@ -1,5 +1,7 @@
 """The experts themselves, against a plain fp32 reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from kernels.gpu.moe_weights import (
     unpack_int4,
 )
 from kernels.specs import Activation
+from tests.support.far_memory import FAR, spread
 
 pytestmark = pytest.mark.kernel_change
 
@@ -97,6 +100,15 @@ def test_experts_equal_the_reference_for_odd_sizes(device, dtype):
 def test_activations_and_biases(device, activation):
     case = Case(device, num_tokens=3, hidden=32, width=32, bias=True, is_gated=activation.is_gated)
     case.check(config_of(), activation)
+
+
+@pytest.mark.parametrize("store", [StoredMatrix, quantise_int8], ids=["plain", "int8"])
+def test_weights_that_lie_beyond_32_bits_are_read(device, store):
+    def store_far(weights, bias):
+        stored = store(weights, bias=bias)
+        return replace(stored, values=spread(stored.values, (FAR, stored.values.shape[2], 1)))
+
+    Case(device, num_tokens=5, num_experts=2, hidden=32, width=32, store=store_far).check(config_of())
 
 
 def test_experts_refuse_an_activation_that_wants_other_matrices(device):

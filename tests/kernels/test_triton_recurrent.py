@@ -163,6 +163,22 @@ def test_mamba_1_is_the_reference(dtype: torch.dtype, device: torch.device) -> N
     check(over_rows(mamba1_scan), over_rows(mamba1_scan_reference), width, (1, num_states, channels), dtype, device)
 
 
+def test_rows_whose_results_lie_beyond_32_bits_are_written(device: torch.device) -> None:
+    heads, dtype = DeltaHeads(1, 1, 16, 2048), torch.bfloat16
+    count, width = (1 << 20) + 2, sum(heads.widths)
+    # Memory that nobody touches takes no room: of all rows the last two are computed.
+    qkv = torch.empty(count, width, dtype=dtype, device=device)
+    gates = torch.empty(count, 2, device=device)
+    torch.manual_seed(0)
+    qkv[-2:], gates[-2:] = torch.randn(2, width), torch.rand(2, 2)
+    bounds = torch.tensor([count - 2, count], dtype=torch.int32, device=device)
+    rows = StateRows(bounds, torch.tensor([0], device=device), 2)
+    states = torch.zeros(2, 1, 1, 16, 2048, device=device)
+    found = gated_delta_rule(qkv, gates, heads, states[0], rows)[-2:]
+    expected = gated_delta_rule(qkv[-2:].clone(), gates[-2:].clone(), heads, states[1], rows_of([(0, 2)], device))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("width", [16, 20, 128])
 def test_the_gated_norm_is_the_reference(width: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,11 +1,10 @@
 """Norm, rotation and KV write in one kernel: every form of rotation, skipped slots, untouched neighbours, fp8."""
 
-import mmap
-
 import pytest
 import torch
 
 from kernels.gpu.rope_kv import norm_rope_write_kv, norm_rope_write_kv_reference
+from tests.support.far_memory import FAR, spread
 
 NUM_SLOTS = 24
 
@@ -153,19 +152,10 @@ def test_a_token_has_the_same_bits_in_any_batch(device):
 
 def test_slots_and_heads_that_lie_beyond_32_bits_are_addressed(device):
     case = Case(device, torch.float16, 3, 2, 2, 16, 16)
-    far = (1 << 31) + 64
     expected = case.run(norm_rope_write_kv_reference, interleaved=False)
-    # The second head begins beyond 2^31 elements; memory that nobody touches takes no room.
-    pools = []
-    for _ in range(2):
-        size = far + NUM_SLOTS * 16
-        if device.type == "cpu":
-            whole = torch.frombuffer(
-                mmap.mmap(-1, 2 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float16
-            )
-        else:
-            whole = torch.empty(size, dtype=torch.float16, device=device)
-        pools.append(whole.as_strided((2, NUM_SLOTS, 16), (far, 16, 1)).fill_(7.0))
+    # The second head begins beyond 2^31 elements.
+    empty = torch.full((2, NUM_SLOTS, 16), 7.0, dtype=torch.float16, device=device)
+    pools = [spread(empty, (FAR, 16, 1)) for _ in range(2)]
     q = norm_rope_write_kv(case.q, case.k, case.v, case.cos, case.sin, case.slots, *pools, interleaved=False)
     for ours, theirs in zip((q, *pools), expected, strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=1e-3, atol=1e-3)
