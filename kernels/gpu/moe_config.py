@@ -21,6 +21,8 @@ WEIGHT_BITS |= {"packed": 16, "packed_float32": 32}
 PACKED: tuple[WeightFormat, ...] = ("packed", "packed_float32")
 # The weights of a row that are unpacked at a time, and the most whose low bits are loaded together.
 _UNPACKED, MAX_CHUNK = 64, 128
+# Columns of gate and up that are unpacked at a time where operands pass through registers.
+_NARROW = 32
 # Up to this many pairs are sorted in one launch, in which every program counts all pairs itself.
 MAX_PAIRS_AT_ONCE = 4096
 
@@ -92,18 +94,20 @@ class MoeConfig:
 
 
 class MoeConfigs:
-    """Chooses a layer's configuration by number of tokens. shared_bytes: the shared memory that a program may have."""
+    """Chooses a layer's configuration by number of tokens."""
 
-    def __init__(self, shape: MoeShape, shared_bytes: int) -> None:
+    def __init__(self, shape: MoeShape, shared_bytes: int, *, reads_tiles: bool = True) -> None:
+        """shared_bytes, reads_tiles: see `kernels.gpu.device.Multiprocessor`."""
         self.shape = shape
-        self._shared_bytes = shared_bytes
+        self._shared_bytes, self._reads_tiles = shared_bytes, reads_tiles
         self._chosen: dict[int, MoeConfig] = {}
 
     def __call__(self, num_tokens: int) -> MoeConfig:
         """Return the configuration. num_tokens: at least 1. Raises ValueError if none fits the device."""
         config = self._chosen.get(num_tokens)
         if config is None:
-            config = self._chosen[num_tokens] = config_for(self.shape, num_tokens, self._shared_bytes)
+            config = config_for(self.shape, num_tokens, self._shared_bytes, reads_tiles=self._reads_tiles)
+            self._chosen[num_tokens] = config
         return config
 
     def variant(self, num_tokens: int) -> tuple[MoeConfig, bool]:
@@ -114,11 +118,15 @@ class MoeConfigs:
         return self(num_tokens), num_tokens * self.shape.top_k > MAX_PAIRS_AT_ONCE
 
 
-def config_for(shape: MoeShape, num_tokens: int, shared_bytes: int) -> MoeConfig:
-    """Return a valid configuration for any shape, number of tokens and device. ValueError if none fits the device."""
+def config_for(shape: MoeShape, num_tokens: int, shared_bytes: int, *, reads_tiles: bool = True) -> MoeConfig:
+    """Return a valid configuration for any shape, number of tokens and device. ValueError if none fits the device.
+
+    shared_bytes, reads_tiles: see `kernels.gpu.device.Multiprocessor`.
+    """
     block_m = min(block_m_of(shape.rows_per_expert(num_tokens)), 32 if WEIGHT_BITS[shape.weights] == 32 else 128)
     while block_m >= 16:
-        gate_up, down = (_first_that_fits(block_m, side, shape, shared_bytes) for side in ("gate_up", "down"))
+        gate_up = _first_that_fits(block_m, "gate_up", shape, shared_bytes, reads_tiles)
+        down = _first_that_fits(block_m, "down", shape, shared_bytes, reads_tiles)
         if gate_up is not None and down is not None:
             return MoeConfig(block_m, gate_up, down)
         block_m //= 2
@@ -130,7 +138,9 @@ def block_m_of(rows_per_expert: float) -> int:
     return next((block for block in (16, 32, 64) if 2 * rows_per_expert <= block), 128)
 
 
-def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, shared_limit: int) -> Tile | None:
+def _first_that_fits(
+    block_m: int, projection: Projection, shape: MoeShape, shared_limit: int, reads_tiles: bool
+) -> Tile | None:
     """Return the first tile that fits, the widest first. Few rows need bytes in flight, so a deep step; many rows need
     a large product per step.
 
@@ -141,6 +151,11 @@ def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, shar
     few = block_m <= 32
     wide = projection == "down" and block_m >= 64 and shape.weights in ("float16", "bfloat16")
     widths, wanted = _wanted_sizes(shape, projection, few)
+    narrow = shape.weights in PACKED and projection == "gate_up" and not few and not reads_tiles
+    if narrow:
+        # Both matrices are unpacked in registers, and so are the operands of their products: of more columns, or in
+        # fewer threads, the compiler spills some.
+        widths = tuple(width for width in widths if width <= _NARROW)
     if wide:
         widths = (256, *widths)
     depths = _depths(shape, projection, wanted)
@@ -148,7 +163,8 @@ def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, shar
         columns = shape.intermediate_size if projection == "gate_up" else shape.hidden_size
         if block_n > max(16, _power_of_two(columns)):
             continue
-        num_warps = 4 if block_m * block_n <= 64 * (64 if shape.weights in PACKED else 128) else 8
+        most = 64 * (_NARROW if narrow else 64 if shape.weights in PACKED else 128)  # outputs of four warps
+        num_warps = 4 if block_m * block_n <= most else 8
         tiles = [Tile(block_n, block_k, 4 if few else 8, num_warps, num_stages) for num_stages in (4, 3, 2)]
         if few or (projection == "down" and not wide):
             tiles.sort(

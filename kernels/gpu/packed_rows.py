@@ -316,6 +316,8 @@ def _values(codes, FORM: tl.constexpr):
         return codes.to(tl.int8, bitcast=True).to(tl.float32)
     elif FORM.coding.values == "e4m3":
         return _e4m3(codes)
+    elif FORM.coding.values == "e2m1":
+        return _e2m1(codes)
     else:
         # Four values lie in a word; the code's last two bits say which byte, and a shift back extends its sign.
         number = codes.to(tl.int32)
@@ -323,6 +325,13 @@ def _values(codes, FORM: tl.constexpr):
         high = tl.where((number & 4) == 0, FORM.words[2], FORM.words[3])
         word = tl.where((number & 8) == 0, low, high)
         return ((word << (24 - (number & 3) * 8)) >> 24).to(tl.float32)
+
+
+@triton.jit
+def _e2m1(codes):
+    """Widen floats of 4 bits, doubled, as `_e4m3` does those of 8."""
+    bits = codes.to(tl.uint16)
+    return (((bits & 7) << 9) | ((bits & 8) << 12)).to(tl.float16, bitcast=True).to(tl.float32) * 32768.0
 
 
 @triton.jit

@@ -298,7 +298,7 @@ def benchmarked(multiprocessor: Multiprocessor) -> Cases:
             yield case.name, call
     for name, layer in SHAPES.items():
         for num_tokens in NUM_TOKENS:
-            config = config_for(layer, num_tokens, multiprocessor.shared_bytes)
+            config = config_for(layer, num_tokens, multiprocessor.shared_bytes, reads_tiles=multiprocessor.reads_tiles)
             if (name, config) not in seen:
                 seen.add((name, config))
                 yield f"{name} {num_tokens}", partial(launch_experts, layer, num_tokens, multiprocessor)
@@ -423,7 +423,7 @@ def launch_experts(
     x = torch.empty(num_tokens, hidden, dtype=dtype, device=META)
     logits = torch.empty(num_tokens, shape.num_experts, dtype=dtype, device=META)
     ids, weights = select_experts(logits, GateSpec(top_k, renormalise=True))
-    config = config_for(shape, num_tokens, multiprocessor.shared_bytes)
+    config = config_for(shape, num_tokens, multiprocessor.shared_bytes, reads_tiles=multiprocessor.reads_tiles)
     moe_experts(x, ids, weights, matrices, activation, config, workspace)
 
 

@@ -59,6 +59,16 @@ def test_a_device_too_small_for_any_tile_is_refused():
         config_for(QWEN, 64, 1 << 10)
 
 
+@pytest.mark.parametrize("device", [163 << 10, ADA], ids=["ampere", "ada"])
+def test_packed_gate_and_up_are_narrow_where_operands_pass_through_registers(device):
+    shape = replace(QWEN, weights="packed")
+    found = [config_for(shape, num_tokens, device, reads_tiles=False) for num_tokens in (512, 2048)]
+    assert [(one.block_m, one.gate_up.block_n, one.gate_up.num_warps) for one in found] == [(64, 32, 4), (128, 32, 8)]
+    assert config_for(shape, 2048, HOPPER).gate_up.block_n == 64
+    few = (config_for(shape, 64, device, reads_tiles=reads_tiles) for reads_tiles in (False, True))
+    assert len({(one.block_m, one.gate_up) for one in few}) == 1
+
+
 @pytest.mark.parametrize("num_tokens", [64, 128, 256])
 def test_a_multiprocessor_runs_two_programs_of_few_rows_at_once(num_tokens):
     config = config_for(QWEN, num_tokens, HOPPER)

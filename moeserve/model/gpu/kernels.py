@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.gpu.attention_config import SHORT_QUERIES, AttentionShape
-from kernels.gpu.device import Multiprocessor, shared_memory_of
+from kernels.gpu.device import Multiprocessor, multiprocessor_of
 from kernels.gpu.moe import MoeWorkspace, TritonMoe
 from kernels.gpu.moe_config import MoeConfigs, MoeShape, WeightFormat, WeightStorage, config_for
 from kernels.gpu.moe_weights import FORMAT_OF, is_kept_packed
@@ -89,7 +89,10 @@ def quantised_bytes(rounding: Rounding) -> QuantisedBytes:
 def expert_configs(spec: ModelSpec, storage: WeightStorage, device: torch.device) -> MoeConfigs | None:
     """Return the kernel configurations, by number of tokens, for experts kept in `storage`; None without experts."""
     shape = _moe_shape(spec, storage)
-    return None if shape is None else MoeConfigs(shape, shared_memory_of(device))
+    if shape is None:
+        return None
+    multiprocessor = multiprocessor_of(device)
+    return MoeConfigs(shape, multiprocessor.shared_bytes, reads_tiles=multiprocessor.reads_tiles)
 
 
 def _moe_shape(spec: ModelSpec, storage: WeightStorage) -> MoeShape | None:
