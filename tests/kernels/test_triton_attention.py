@@ -123,7 +123,7 @@ def test_keys_and_values_that_lie_beyond_32_bits_are_read(tile, device):
     batch = make_batch([40, 3, 33], [1, 3, 20], dtype=torch.float16, device=device)
     expected = batch.reference()
     strides = (batch.keys.shape[2], (1 << 24) - 16, 1)  # slots lie as far from each other as the kernels take
-    assert int(batch.table.max()) * batch.block_size * strides[1] > 1 << 31
+    assert (int(batch.table.max()) + 1) * batch.block_size * strides[1] > 1 << 31
     batch = replace(batch, keys=spread(batch.keys, strides), values=spread(batch.values, strides))
     assert_close(run_split(batch, tile=tile, fixed_chunk=32), expected)
     assert_close(run_prefill(batch, rows=16, tile=tile), expected)
