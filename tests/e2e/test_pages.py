@@ -405,24 +405,27 @@ LONG_PROMPT = {
 }
 
 
-def test_the_dashboard_says_how_the_service_is_and_how_far_prompts_are(browser: Browser, server: Frontend) -> None:
-    page = browser.page()
-    page.open(server.url + "/dashboard")
-    page.wait("document.querySelector('#state').textContent === 'live'")
-    while not page.text("#computing span"):
-        server.engine.send(stats(rejections={"queue_full": 3}, features=LONG_PROMPT))
-        page.wait("true")
-    assert page.text("#computing span") == "8,192 of 21,034 (6,016 cached) · 41 s left"
-    assert page.text("#latest-prompt") == (
-        "Latest prompt: 20,812 of 21,034 cached, 900 ms · the cache has saved 26 min today"
-    )
-    state = page.text("#service")
-    assert state.startswith("up ")
-    assert "0 restarts" in state
-    assert "GB of memory (weights" in state
-    assert "3 refused" in state
-    page.click("#settings summary")
-    assert "log-level" in page.text("#settings dl")
+def test_the_dashboard_says_how_the_service_is_and_how_far_prompts_are(browser: Browser, tmp_path: Path) -> None:
+    with frontend(tmp_path) as server:
+        # What the engine had saved before a frontend's first figures does not count.
+        server.engine.send(stats())
+        page = browser.page()
+        page.open(server.url + "/dashboard")
+        page.wait("document.querySelector('#state').textContent === 'live'")
+        while not page.text("#computing span"):
+            server.engine.send(stats(rejections={"queue_full": 3}, features=LONG_PROMPT))
+            page.wait("true")
+        assert page.text("#computing span") == "8,192 of 21,034 (6,016 cached) · 41 s left"
+        assert page.text("#latest-prompt") == (
+            "Latest prompt: 20,812 of 21,034 cached, 900 ms · the cache has saved 26 min today"
+        )
+        state = page.text("#service")
+        assert state.startswith("up ")
+        assert "0 restarts" in state
+        assert "GB of memory (weights" in state
+        assert "3 refused" in state
+        page.click("#settings summary")
+        assert "log-level" in page.text("#settings dl")
 
 
 def test_the_dashboard_shows_an_hour_with_an_axis(browser: Browser, server: Frontend) -> None:
