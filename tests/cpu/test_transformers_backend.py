@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.fused import FusedAttention
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.mixers import Ways, find_mixers
-from moeserve.model.hf.modelling import empty_model
+from moeserve.model.hf.modelling import empty_model, read_hf_config
 from moeserve.model.hf.spec import experts_by_layer, read_transformers_spec
 from moeserve.model.hf.step import Step
 from tests.support.llm_prompts import (
@@ -182,6 +183,16 @@ def test_what_transformers_keeps_in_its_own_form_goes_on_from_the_tokens_before_
         with pytest.raises(RuntimeError, match="state of a request's first 9 tokens"):
             memory.step([chunk])
     assert torch.equal(memory.step([(0, 0, 9)]), wanted)
+
+
+def test_dbrx_rotates_by_the_base_that_its_published_configuration_has_among_attention(tmp_path: Path) -> None:
+    save_tiny("dbrx", tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    del fields["rope_parameters"]
+    fields["attn_config"]["rope_theta"] = 500_000
+    file.write_text(json.dumps(fields))
+    assert read_hf_config(tmp_path).rope_parameters["rope_theta"] == 500_000
 
 
 def test_a_gpu_is_refused(tmp_path: Path) -> None:

@@ -56,6 +56,10 @@ def read_hf_config(directory: Path) -> Any:
     check_tree(raw)
     check_counts(raw)
     raw.pop("auto_map", None)
+    attention = raw.get("attn_config")
+    if isinstance(attention, dict) and "rope_theta" in attention and "rope_parameters" not in raw:
+        # DBRX: transformers looks for the base of its rotation beside this dictionary alone.
+        raw.setdefault("rope_theta", attention["rope_theta"])
     if model_type in _PART_OF:
         whole = _PART_OF[model_type]
         raw = {"model_type": whole, "text_config": raw, **{name: raw[name] for name in _OF_BOTH & raw.keys()}}
