@@ -668,8 +668,9 @@ HISTORIES = st.builds(
 )
 
 
-# More than 100,000 steps.
+# More than 100,000 steps: two minutes of a core of its own.
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @examples(75)
 @given(HISTORIES)
 def test_tokens_are_those_of_an_undisturbed_run_whatever_leaves_memory_and_comes_back(history: History) -> None:
