@@ -28,7 +28,7 @@ from pathlib import Path
 from benchmarks.token_engine import TokenEngine
 from moeserve.plan import SamplingParams
 from tests.support.llm_prompts import BASE
-config = replace(BASE, reproducible=True, dtype=sys.argv[2], max_num_batched_tokens=int(sys.argv[3]))
+config = replace(BASE, reproducible=True, dtype=sys.argv[2], max_num_batched_tokens=int(sys.argv[3]), max_num_seqs=1)
 sampling = SamplingParams(max_tokens=6, temperature=0.9, top_p=0.9, seed=3, logprobs=20)
 [answer] = TokenEngine(Path(sys.argv[1]), config).generate([list(range(3, 60))], sampling)
 bits = [[entry.logprob.hex(), *(value.hex() for _, value in entry.top)] for entry in answer.logprobs]

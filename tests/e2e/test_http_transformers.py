@@ -42,6 +42,7 @@ def test_a_gguf_file_on_transformers_code_is_served_from_its_blocks_and_goes_on_
         os.kill(engine, signal.SIGKILL)
         both = [*begun, *events]
     assert {"resumed": True} in both
+    assert [event for event in both if "error" in event] == []
     pieces = [choice["text"] for event in both for choice in event.get("choices", ())]
     assert "".join(pieces) == answers[0]["choices"][0]["text"]
     assert told == "float32, weights q5_0, activations exact"
