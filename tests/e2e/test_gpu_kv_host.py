@@ -21,6 +21,9 @@ PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 3]
 NOTHING = {"device": 0, "host": 0, "disk": 0}
 LIMITS = ("--max-model-len", "32", "--max-num-batched-tokens", "16", "--max-num-seqs", "4", "--block-size", str(SIZE))
 # In the interpreter a step may take longer than an engine is usually given for one here.
+# Three minutes in the interpreter on cores of its own.
+pytestmark = pytest.mark.timeout(900)
+
 PATIENT = ("--engine-timeout", "120")
 
 

@@ -15,6 +15,7 @@ from tests.support.tiny_gguf import write_gguf
 
 
 @pytest.mark.kernel_change
+@pytest.mark.timeout(900)  # three minutes in the interpreter on cores of its own
 def test_a_gguf_file_on_a_gpu_says_what_a_cpu_says_in_exact_arithmetic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
