@@ -1,4 +1,4 @@
-"""What keeps a GPU from being used here, in words for the user of the machine."""
+"""Say why this machine's GPU cannot be used: the driver, the build of torch, Triton, or another process."""
 
 from __future__ import annotations
 

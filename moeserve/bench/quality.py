@@ -24,7 +24,7 @@ from moeserve.model.spec import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the flags of `moeserve serve` ask for. kv_dtype: of keys and values."""
+    """A form of weights, rows, keys and values, in the words of the flags of `moeserve serve`."""
 
     quantization: str = "none"
     arithmetic: str = "exact"
