@@ -16,7 +16,8 @@ import click
 from launcher.doctor import doctor
 from launcher.gpu_choice import GpuHangs, run_probe
 from launcher.gpu_probe import Found
-from launcher.preflight import gpu_names, usable_cores
+from launcher.gpus import gpu_names
+from launcher.preflight import usable_cores
 from launcher.settings_options import some_settings
 from moeserve.config import VERSION, ConfigError, load_config
 from moeserve.engine.gpu_check.checked import Checked, timed

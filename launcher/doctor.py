@@ -18,8 +18,9 @@ import click
 from launcher.auto_model import TOKENS_OF_AGENTS
 from launcher.gpu_choice import GpuHangs, remember, run_probe
 from launcher.gpu_probe import Found, Line
+from launcher.gpus import gpu_names
 from launcher.kv_disk import without_none
-from launcher.preflight import gpu_names, usable_cores
+from launcher.preflight import usable_cores
 from launcher.server_client import named_server_option
 from launcher.settings_options import some_settings
 from launcher.socket_ranks import rank_per_node

@@ -21,11 +21,11 @@ from pathlib import Path
 import msgspec
 
 from launcher.gpu_probe import Fit, Found, Line
+from launcher.gpus import driver_version
 from launcher.processes import child_environment
 from moeserve.config import VERSION, ServeConfig, cache_root
 from moeserve.engine.gpu_check.checked import Checked
 
-_DRIVER = Path("/proc/driver/nvidia/version")
 _REMEMBERED = "gpu-checks.json"
 # Seconds after which a GPU that has told nothing new is taken for hung: compiling the kernels of one check takes some.
 _SILENT_SECONDS = 180.0
@@ -145,11 +145,8 @@ def _read() -> dict[str, list[str]]:
 
 
 def _key(names: list[str]) -> str:
-    try:
-        driver = _DRIVER.read_text().splitlines()[0]
-    except (OSError, IndexError):
-        driver = ""
-    return sha256("\n".join([*names, driver, VERSION, _version("torch"), _version("triton")]).encode()).hexdigest()[:16]
+    facts = [*names, driver_version(), VERSION, _version("torch"), _version("triton")]
+    return sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def _version(package: str) -> str:

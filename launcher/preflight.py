@@ -7,9 +7,8 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
-from itertools import takewhile
 from math import ceil
 from pathlib import Path
 
@@ -35,7 +34,6 @@ _CORES_PER_FRONTEND = 8
 _STREAMS_PER_FRONTEND = 32  # streams at once for each HTTP process: with 200 tokens/s each they take a third of a core
 _MOST_FRONTENDS = 8
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
-_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
 _SHORT_SLEEP_S = 60.0  # s; a shorter --sleep-after is taken for one that forgot its unit
 # A service of one rank starts with 40.
@@ -194,31 +192,6 @@ def usable_cores(cpu_quota: Path = _CGROUP_CPU) -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-
-
-def gpu_names(gpus: Path = _NVIDIA_GPUS) -> list[str]:
-    """Return the models of the NVIDIA GPUs that the driver lists and CUDA_VISIBLE_DEVICES does not hide."""
-    found = []
-    for information in sorted(gpus.glob("*/information")):
-        said = dict(line.partition(":")[::2] for line in information.read_text().splitlines())
-        if "Model" in said:
-            found.append((said["Model"].strip(), said.get("GPU UUID", "").strip()))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [name for name, _ in found]
-    names = (_visible_name(wanted.strip(), found) for wanted in visible.split(","))
-    # As CUDA does, take none behind one that is not there.
-    return list(takewhile(bool, names))
-
-
-def _visible_name(wanted: str, found: Sequence[tuple[str, str]]) -> str:
-    """Return the model of a GPU by its number, the start of its UUID, or the UUID of a part of it, a MIG device; empty
-    if it is not there. found: models and UUIDs. CUDA counts the fastest first, which matters where they differ."""
-    if wanted.startswith("MIG-"):
-        return f"{found[0][0]} MIG" if found else ""
-    if wanted.isdecimal():
-        return found[int(wanted)][0] if int(wanted) < len(found) else ""
-    return next((name for name, uuid in found if wanted and uuid.startswith(wanted)), "")
 
 
 _BACKLOG = 2048  # connections that the system queues until an HTTP process accepts them

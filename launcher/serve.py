@@ -23,6 +23,7 @@ from rich.markup import escape
 from launcher.console import ProgressDisplay, ready_banner
 from launcher.gpu_choice import choose, run_probe
 from launcher.gpu_table import with_step_budget
+from launcher.gpus import gpu_names
 from launcher.kv_disk import said_of_disk, with_kv_disk
 from launcher.logs import LogStream
 from launcher.node_supervisor import NodeSupervisor
@@ -32,7 +33,6 @@ from launcher.preflight import (
     check_machine,
     check_shares,
     frontends_for,
-    gpu_names,
     is_loopback,
     odd_settings,
     open_listener,

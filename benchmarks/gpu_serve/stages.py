@@ -18,7 +18,7 @@ from benchmarks.gpu import gpu_state
 from benchmarks.gpu_serve.lab import Lab
 from benchmarks.gpu_serve.run import Row, Stage
 from benchmarks.gpu_serve.service import NAME, ROOT, Service
-from launcher.preflight import gpu_names
+from launcher.gpus import gpu_names
 from moeserve.engine.gpu_check.models import CONFIGS
 
 _PROMPTS = ("The capital of France", "0 1 2 3 4 5 6 7 8 9", "def main():", "Once upon a time there was a")

@@ -20,7 +20,7 @@ from rich.console import Console
 from launcher import preflight
 from launcher.cli import main
 from launcher.console import ProgressDisplay, ready_banner
-from launcher.preflight import LaunchError, gpu_names, is_loopback, open_listener, reachable_address, url, usable_cores
+from launcher.preflight import LaunchError, is_loopback, open_listener, reachable_address, url, usable_cores
 from launcher.processes import child_environment, computing_environment, decode_status
 from launcher.run_directory import hash_model, remove_stale, run_directory
 from launcher.serve import notify_systemd, pat_watchdog, progress_display
@@ -217,34 +217,6 @@ def test_cores_are_cut_to_the_quota_of_the_container(tmp_path):
     assert usable_cores(quota) == len(os.sched_getaffinity(0))
     quota.write_text("50000 100000\n")
     assert usable_cores(quota) == 1
-
-
-def test_gpus_are_named_by_the_driver(tmp_path):
-    assert gpu_names(tmp_path) == []
-    (tmp_path / "0000:01:00.0").mkdir()
-    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
-    assert gpu_names(tmp_path) == ["NVIDIA H200"]
-
-
-@pytest.mark.parametrize(
-    ("visible", "names"),
-    [
-        ("", []),
-        ("-1", []),
-        ("1", ["NVIDIA GeForce RTX 4090"]),
-        ("1,0", ["NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3"]),
-        ("0,7,1", ["NVIDIA H100 80GB HBM3"]),
-        ("GPU-b2", ["NVIDIA GeForce RTX 4090"]),
-        ("GPU-ff", []),
-        ("MIG-c3", ["NVIDIA H100 80GB HBM3 MIG"]),
-    ],
-)
-def test_gpus_that_the_environment_hides_are_not_named(tmp_path, monkeypatch, visible, names):
-    for place, (name, uuid) in enumerate((("NVIDIA H100 80GB HBM3", "GPU-a1"), ("NVIDIA GeForce RTX 4090", "GPU-b2"))):
-        (tmp_path / f"0000:0{place}:00.0").mkdir()
-        (tmp_path / f"0000:0{place}:00.0" / "information").write_text(f"Model: \t {name}\nGPU UUID: \t {uuid}\n")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_names(tmp_path) == names
 
 
 def test_children_inherit_no_settings_and_no_keys():
