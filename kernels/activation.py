@@ -26,8 +26,11 @@ def activate(merged: Tensor, activation: Activation) -> Tensor:
     width = merged.shape[-1] // 2
     gate, up = merged[..., :width], merged[..., width:]
     if limit:
-        gate.clamp_(max=limit)
         up.clamp_(-limit, limit)
+    if kind == "clamped_silu":
+        return F.silu(gate).clamp_(max=limit).mul_(up)
+    if limit:
+        gate.clamp_(max=limit)
     if kind == "silu":
         return F.silu(gate).mul_(up)
     if kind == "gelu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai", "relu2"]
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai", "relu2", "clamped_silu"]
 GateScore = Literal["softmax", "sigmoid", "sparsemixer", "ones"]
 GroupScore = Literal["top2", "max"]
 
@@ -16,7 +16,7 @@ class Activation:
 
     kind: names the function of the gate channels, which multiplies the up channels. ``swigluoai``, from gpt-oss, is
         ``(up + 1) * gate * sigmoid(alpha * gate)``. ``relu2``, the square of relu (https://arxiv.org/abs/2109.08668),
-        has no gate.
+        has no gate. ``clamped_silu``, from Step 3.5, clamps the silu in place of its gate.
     limit: gates are clamped to at most limit, up channels to [-limit, limit]; 0 for none.
     """
 

@@ -11,7 +11,7 @@ namespace moeserve {
 namespace {
 
 // Activations, sixteen channels at a time. All but the last have a gate.
-enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSwigluOai, kRelu2 };
+enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSwigluOai, kRelu2, kClampedSilu };
 
 // Beyond 88 the result is that for 88, some 1e-38 from 0 or from 1.
 inline Floats sigmoid(Floats x) {
@@ -36,7 +36,7 @@ inline Floats gelu_tanh(Floats x) { return x * sigmoid(1.5957691216f * fma(0.044
 inline Floats gated(Floats gate, Floats up, Activation kind, float alpha, float limit) {
   if (limit > 0.0f) {
     // In this order of arguments NaN stays NaN.
-    gate = min(splat(limit), gate);
+    if (kind != Activation::kClampedSilu) gate = min(splat(limit), gate);
     up = min(splat(limit), max(splat(-limit), up));
   }
   switch (kind) {
@@ -50,6 +50,8 @@ inline Floats gated(Floats gate, Floats up, Activation kind, float alpha, float 
       return max(gate, Floats{}) * up;
     case Activation::kSwigluOai:
       return gate * sigmoid(alpha * gate) * (up + 1.0f);
+    case Activation::kClampedSilu:
+      return min(splat(limit), gate * sigmoid(gate)) * up;
     case Activation::kRelu2:
       break;
   }

@@ -386,10 +386,13 @@ def activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.const
     Without a gate `gate` holds the up channels, and `up` is not read.
     """
     if LIMIT > 0.0:
-        gate = tl.minimum(gate, LIMIT)
+        if KIND != "clamped_silu":
+            gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     if KIND == "silu":
         act = gate / (1.0 + tl.exp(-gate))
+    elif KIND == "clamped_silu":
+        act = tl.minimum(gate / (1.0 + tl.exp(-gate)), LIMIT)
     elif KIND == "gelu":
         act = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
     elif KIND == "gelu_tanh":

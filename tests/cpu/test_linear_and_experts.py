@@ -26,6 +26,7 @@ ACTIVATIONS = [
     Activation("relu"),
     Activation("swigluoai", alpha=1.702, limit=1.0),
     Activation("silu", limit=0.7),
+    Activation("clamped_silu", limit=0.7),
     RELU2,
 ]
 

@@ -96,14 +96,18 @@ def test_half_precision_logits_are_widened() -> None:
     assert torch.equal(weights, wide_weights)
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "swigluoai"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "swigluoai", "clamped_silu"])
 @pytest.mark.parametrize("width", [32, 50])
 def test_gated_activation_is_right_and_has_the_same_bits_in_any_batch(kind: str, width: int) -> None:
     activation = Activation(kind, alpha=1.7, limit=1.5)  # type: ignore[arg-type]
     x = torch.randn(70, 2 * width, generator=torch.Generator().manual_seed(6)) * 2
     gate, up = x.double().chunk(2, -1)
-    gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
-    if kind == "swigluoai":
+    up = up.clamp(-1.5, 1.5)
+    if kind != "clamped_silu":
+        gate = gate.clamp(max=1.5)
+    if kind == "clamped_silu":
+        expected = torch.nn.functional.silu(gate).clamp(max=1.5) * up
+    elif kind == "swigluoai":
         expected = (up + 1) * gate * torch.sigmoid(1.7 * gate)
     else:
         function = torch.nn.functional.gelu if kind.startswith("gelu") else getattr(torch.nn.functional, kind)

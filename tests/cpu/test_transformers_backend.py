@@ -23,6 +23,7 @@ from moeserve.model.hf.mixers import Ways, find_mixers
 from moeserve.model.hf.modelling import empty_model, read_hf_config
 from moeserve.model.hf.spec import experts_by_layer, read_transformers_spec
 from moeserve.model.hf.step import Step
+from tests.support.gguf_modules import tiny
 from tests.support.llm_prompts import (
     BASE,
     GREEDY,
@@ -106,6 +107,7 @@ def test_of_a_checkpoint_in_16_bits_projections_and_tables_alone_stay_so_where_t
         ("deepseek_v4", Activation("silu", limit=10.0)),
         ("gpt_oss", Activation("swigluoai", alpha=1.702, limit=7.0)),
         ("nemotron_h", Activation("relu2")),
+        ("step3p7", Activation()),
         ("muse_spark", None),  # A norm behind each expert.
     ],
 )
@@ -115,12 +117,15 @@ def test_the_activation_of_experts_is_found(model_type: str, activation: Activat
     assert {activation_of(module, form) for module, form in forms.items()} == {activation}
 
 
-def test_where_layers_limit_their_experts_differently_those_of_the_others_stay_with_transformers_code() -> None:
-    code = empty_model(tiny_config("deepseek_v4"))
-    found = experts_by_layer(code)
-    assert len(found) > 2
-    found[1].limit = 3.0  # type: ignore[assignment]
-    assert experts_by_layer(code).keys() == found.keys() - {1}
+def test_layers_that_limit_their_experts_differently_are_all_computed_by_our_kernels(tmp_path: Path) -> None:
+    code = tiny("step35")
+    forms = [(module, form_of(module)) for module in experts_by_layer(code).values()]
+    found = [activation_of(module, form) for module, form in forms if form is not None]
+    assert found == [Activation(), Activation(), Activation("clamped_silu", limit=0.5)]
+    code.outer.save_pretrained(tmp_path)
+    decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))
+    assert len(decoder.experts) == 3
+    assert worst_difference(code, decoder) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ _BITS = ("gemma4", "glm_moe_dsa", "kimi_linear", "nemotron_h")
 # Their own experts and grouped products multiply by weights in torch; minimax adds up a state once per chunk.
 _VARIES = frozenset(
     (
-        *("dbrx", "ernie4_5_vl_moe", "jetmoe", "llama4", "longcat_flash", "muse_spark", "step3p7"),
+        *("dbrx", "ernie4_5_vl_moe", "jetmoe", "longcat_flash", "muse_spark"),
         *("deepseek_v4", "inkling2_text", "inkling_mm_model", "minimax"),
     )
 )

@@ -93,6 +93,7 @@ def test_experts_equal_the_reference_for_odd_sizes(device, dtype):
         Activation("relu"),
         Activation("swigluoai", alpha=1.702, limit=0.7),
         Activation("silu", limit=0.7),
+        Activation("clamped_silu", limit=0.7),
         Activation("relu2"),
     ],
     ids=lambda activation: f"{activation.kind}-{activation.limit}",

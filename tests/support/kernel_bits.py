@@ -195,7 +195,7 @@ def _sampling(batches: int) -> Iterator[Tensor]:
 def cases() -> Iterator[tuple[str, Case]]:
     """Yield the name of each case and what computes its results for a number of batches."""
     yield from _products()
-    for kind in ("silu", "gelu", "gelu_tanh", "relu", "swigluoai", "relu2"):
+    for kind in ("silu", "gelu", "gelu_tanh", "relu", "swigluoai", "relu2", "clamped_silu"):
         yield f"experts {kind}", partial(_experts, (Q4_K, Q8_0), kind)
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         for heads, kv_heads, dim in ((9, 3, 64), (16, 2, 128), (5, 1, 32)):

@@ -225,7 +225,7 @@ AS_ON_THE_HUB = (
         },
     ),
 )
-# Models with experts that transformers' code computes. Their files are of any kind, so no sizes stand here.
+# Models on transformers' code, the last one with its experts too. Their files are of any kind, so no sizes stand here.
 _STEP_KINDS = ["full_attention", *3 * ["sliding_attention"]] * 12
 _STEP_MOE = ",".join(map(str, range(3, 45)))
 WITH_WIDENED_EXPERTS = (

@@ -15,6 +15,7 @@ from kernels.packed_experts import ExpertLayout, ExpertMatrices, ExpertShape
 from kernels.weight_formats import Matrix, QuantizedRows, WeightFormat
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.hf.expert_form import form_of
+from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.matrices import StoredRows, keys_of, whole_rows
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
 from moeserve.model.hf.source import Source, WeightMap
@@ -153,7 +154,9 @@ class ExpertParameters:
         self._name, self._weights, self._reader, self._code = name, model.weights, reader, model.code
         form = form_of(model.modules[name])
         assert form is not None
-        self.form = form
+        activation = activation_of(model.modules[name], form)
+        assert activation is not None
+        self.form, self.activation = form, activation
         self._num_experts = model.num_experts(name)
         self.owned = tuple(range(self._num_experts)) if owned is None else tuple(owned)
         _, rows, columns = self._weights.shapes[f"{name}.down_proj"]

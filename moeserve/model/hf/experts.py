@@ -94,5 +94,7 @@ def _gated(module: Any) -> Iterator[Activation]:
     for limit in (0.0, *numbers):
         for kind in kinds:
             yield Activation(kind, limit=limit)
+    for limit in numbers:
+        yield Activation("clamped_silu", limit=limit)
     for alpha, limit in itertools.product([1.0, *numbers], numbers):
         yield Activation("swigluoai", alpha=alpha, limit=limit)

@@ -70,8 +70,7 @@ def load_transformers_decoder(
             experts = stored.layer(layer, None if owned_experts is None else owned_experts(layer), reader)
             packed = ops.pack_experts(experts.shape, len(experts.owned), experts.read_matrices)
             dispatch = ops.compute_experts if dispatch_of is None else dispatch_of(layer)
-            assert spec.moe is not None
-            routed.append(RoutedExperts(packed, spec.moe.activation, dispatch, place, observers))
+            routed.append(RoutedExperts(packed, experts.activation, dispatch, place, observers))
             name = model.experts[layer]
             replace_module(code.outer, name, replacement_of(experts.form, routed[-1], model.num_experts(name)))
         filler.fill()

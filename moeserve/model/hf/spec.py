@@ -135,25 +135,24 @@ def _describe(code: ModellingCode, config: Any, quantization: QuantizationSpec |
 def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:
     """Return the modules of experts that our kernels compute, by their layers' numbers in the body.
 
-    Where layers differ in shapes or activations of experts, these are of the kind that most layers have. Return none if
-    a layer has several modules of experts.
+    Where layers differ in the shapes of experts, these are of the shape that most layers have. Return none if a layer
+    has several modules of experts.
     """
-    of_kind: dict[tuple[Any, Activation], dict[int, nn.Module]] = {}
+    of_shape: dict[Any, dict[int, nn.Module]] = {}
     for number, layer in enumerate(layers_of(code)):
         modules = [(module, form) for module in layer.modules() if (form := form_of(module)) is not None]
         if len(modules) > 1:
             return {}
         for module, form in modules:
-            activation = _activation_of(module, form, top_k_of(code.config))
-            if activation is not None:
-                of_kind.setdefault((module.down_proj.shape, activation), {})[number] = module
-    return max(of_kind.values(), key=len, default={})
+            if _is_ours(module, form, top_k_of(code.config)):
+                of_shape.setdefault((module.down_proj.shape, form), {})[number] = module
+    return max(of_shape.values(), key=len, default={})
 
 
-def _activation_of(module: Any, form: ExpertForm, top_k: int | None) -> Activation | None:
-    """Return the activation of experts, None for those that our kernels do not compute."""
-    is_ours = module.down_proj.shape[0] and (not form.is_scaled or top_k == 1)
-    return activation_of(module, form) if is_ours else None
+def _is_ours(module: Any, form: ExpertForm, top_k: int | None) -> bool:
+    """Return whether our kernels compute experts."""
+    is_called = module.down_proj.shape[0] and (not form.is_scaled or top_k == 1)
+    return bool(is_called) and activation_of(module, form) is not None
 
 
 def _moe(text: Any, layers: Mapping[int, nn.Module], top_k: int | None) -> MoeSpec | None:
