@@ -187,8 +187,7 @@ def _serve_first(
         serve(context, rank, execute(context.config, rank, hub, recording), open_suspects(context), report, stop)
         rank.close()
     except CollectiveError as error:
-        hub.check_for(0.5)
-        raise RankError(f"The ranks cannot reach each other: {error}.") from error
+        raise hub.fault_behind(error) from error
     finally:
         hub.close()
 

@@ -25,8 +25,6 @@ from moeserve.plan import Pending, StepPlan, StepResult
 from moeserve.scheduling.steps import Runner
 
 _POLL_SECONDS = 0.1  # between two looks whether a rank hangs
-# A collective fails because a rank has died: within this many seconds its end is seen.
-_SECONDS_TO_DIE = 0.5
 
 
 class PipelineExecutor:
@@ -124,9 +122,9 @@ class PipelineExecutor:
         try:
             yield
         except CollectiveError as error:
-            self._hub.check_for(_SECONDS_TO_DIE)
+            fault = self._hub.fault_behind(error)
             self.check()
-            raise RankError(f"The ranks cannot reach each other: {error}.") from error
+            raise fault from error
 
     def _take(self, message: object) -> None:
         if isinstance(message, RankResult):

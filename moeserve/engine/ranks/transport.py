@@ -35,6 +35,7 @@ _PART_BYTES = 8 * 2**20
 _MAX_MESSAGE_BYTES = MAX_STEP_BYTES + MAX_FRAME_BYTES
 _POLL_SECONDS = 0.1
 _SEND_SECONDS = 5.0
+_SECONDS_TO_DIE = 0.5  # s; a collective fails because a rank has died: within this time its end is seen
 # Milliseconds for which a closed hub still delivers: a rank that misses the last message waits for node 0 to come back.
 _LINGER_MS, _LAST_LINGER_MS = 500, 10_000
 _BEAT_SECONDS = 0.2
@@ -169,12 +170,14 @@ class RankHub:
             if select.select([pidfd], [], [], 0)[0]:
                 raise RankError(f"{self.name(rank)} died.")
 
-    def check_for(self, seconds: float) -> None:
-        """Check for `seconds`, so that a process that is just ending is noticed."""
-        deadline = time.monotonic() + seconds
+    def fault_behind(self, error: CollectiveError) -> RankError:
+        """Return the error of a collective that failed though no rank is found to have died. Raise RankError if one
+        has, or is just ending."""
+        deadline = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < deadline:
             self.check()
             time.sleep(_POLL_SECONDS)
+        return RankError(f"The ranks cannot reach each other: {error}.")
 
     def check_signs_of_life(self, patience: float) -> None:
         """Raise RankError for a rank that has joined and then sent nothing for `patience` seconds.
@@ -366,7 +369,7 @@ def _connect_results(context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting) 
 
 
 def find_fault(hub: RankHub, error: CollectiveError, num_entered: int, timeout: float) -> RankError:
-    """Return an error that names a dead rank, or else a silent one, or else the rank that is behind all others.
+    """Return, or raise, an error that names a dead rank, else a silent one, else the rank that is behind all others.
 
     num_entered: the collectives that this rank has entered. timeout: the seconds that it waited in the last one.
     """
@@ -380,7 +383,7 @@ def find_fault(hub: RankHub, error: CollectiveError, num_entered: int, timeout: 
     last = min(entered, key=entered.__getitem__)
     if entered[last] < num_entered:
         return RankError(f"{hub.name(last)} hung: the others waited for it for {timeout:g} s.")
-    return RankError(f"The ranks cannot reach each other: {error}.")
+    return hub.fault_behind(error)
 
 
 def _latest_beats(hub: RankHub, seconds: float) -> dict[int, int]:
