@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from launcher.own_service import ask_patiently, own_service
+from launcher.settings_options import serve_arguments
 from moeserve.bench.client import Endpoint, error_message
 
 _MODEL_NAME = "offline"
@@ -57,9 +58,13 @@ class LLM:
         concurrency: requests under way at once. settings: flags of `moeserve serve`, such as `expert_memory="4GiB"` for
         `--expert-memory 4GiB`; a list repeats a flag. Raise ServiceNotStarted with the reason.
         """
+        if "served_model_name" in settings or "port" in settings:
+            raise TypeError("LLM chooses the port and the name of the model itself")
         self._concurrency = concurrency
         self._stack = ExitStack()
-        self._endpoint = Endpoint.parse(self._stack.enter_context(own_service(command_line(model, settings))))
+        words = [] if model is None else [str(model)]
+        words += serve_arguments(settings | {"served_model_name": _MODEL_NAME})
+        self._endpoint = Endpoint.parse(self._stack.enter_context(own_service(words)))
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **fields: Any) -> list[Answer]:
         """Continue prompts, texts or token ids, and return the answers in their order.
@@ -116,21 +121,6 @@ class LLM:
         if response.status != 200:
             raise RequestRefused(error_message(response.body), number, response.status)
         return _answer(msgspec.json.decode(response.body))
-
-
-def command_line(model: str | Path | None, settings: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of `moeserve serve` for a model and settings as Python names them. Raise TypeError."""
-    if "served_model_name" in settings or "port" in settings:
-        raise TypeError("LLM chooses the port and the name of the model itself")
-    words = [] if model is None else [str(model)]
-    for name, value in {**settings, "served_model_name": _MODEL_NAME}.items():
-        option = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(option if value else "--no-" + option.removeprefix("--"))
-        elif value is not None:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            words += [word for item in values for word in (option, str(item))]
-    return words
 
 
 def _answer(body: dict[str, Any]) -> Answer:

@@ -162,15 +162,18 @@ set_option = click.option(
 )
 
 
-def serve_arguments(flags: Mapping[str, Any], config: ServeConfig) -> list[str]:
-    """Return settings as arguments of `moeserve serve`. config: the settings that the flags make."""
+def serve_arguments(flags: Mapping[str, Any], config: ServeConfig | None = None) -> list[str]:
+    """Return settings as arguments of `moeserve serve`; a list repeats a flag, None leaves it out.
+
+    config: the settings that the flags make, where switches among them are text.
+    """
     words = []
     for name, given in flags.items():
-        flag, value = "--" + name.replace("_", "-"), getattr(config, name)
+        flag, value = "--" + name.replace("_", "-"), given if config is None else getattr(config, name)
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            words += [f"{flag}={text}" for text in (given if isinstance(given, list) else [given])]
+        elif given is not None:
+            words += [f"{flag}={text}" for text in (given if isinstance(given, list | tuple) else [given])]
     return words
 
 
