@@ -103,10 +103,18 @@ class TensorReader:
         return torch.cat([whole[_places(cut, part)] for part in cut.ranges], cut.dim)
 
     def read_expert_into(self, stored: StoredTensor, expert: int, out: Tensor) -> None:
-        """Fill ``out`` with row ``expert`` of a tensor of all experts, viewed in the shape of ``out``."""
+        """Fill ``out`` with row ``expert`` of a tensor of all experts, viewed in the shape of ``out``.
+
+        The file may hold the rows of all experts one below the other.
+        """
         info = self._index[stored.name]
+        num_rows = info.shape[0] // stored.shape[0]
         if is_dummy(info):
             draw_into(stored.name, info, out, expert)
+        elif num_rows > 1:
+            rows = slice(expert * num_rows, (expert + 1) * num_rows)
+            found = self._call(stored.name, info.file, lambda file: file.get_slice(stored.name)[rows])
+            out.copy_(found.view(out.shape))
         elif not self._read_fp8_into(stored, expert, out):
             out.copy_(self._row(stored.name, expert).view(out.shape))
         self._advance(stored.num_bytes // stored.shape[0])

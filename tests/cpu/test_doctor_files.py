@@ -22,7 +22,7 @@ from moeserve.machine import Machine
 from moeserve.model.families import build_spec, load_config
 from tests.cpu.test_doctor import MACHINE, QWEN3, folder_of
 from tests.support.gguf_export import write_gguf
-from tests.support.published_models import PUBLISHED, WITH_WIDENED_EXPERTS, Published
+from tests.support.published_models import OF_ANY_KIND, PUBLISHED, Published
 from tests.support.recorded_gpus import GPUS
 from tests.support.tiny_models import build
 
@@ -108,13 +108,9 @@ def test_of_models_that_people_run_at_home_a_file_is_advised_with_its_context_an
             assert choice["tokens_per_second"] == pytest.approx(MACHINE.bandwidth / read)
 
 
-@pytest.mark.parametrize(
-    ("published", "widened"),
-    list(zip(WITH_WIDENED_EXPERTS, (0, 40 * 16 * 3 * 10752 * 6144), strict=True)),
-    ids=lambda one: getattr(one, "name", None),
-)
-def test_experts_that_are_widened_count_as_the_floats_that_they_are_in_memory(
-    published: Published, widened: int, hub: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("published", OF_ANY_KIND, ids=lambda published: published.name)
+def test_a_file_of_a_model_on_transformers_code_takes_its_own_bytes_and_fits_where_these_do(
+    published: Published, hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (hub / "config.json").write_text(json.dumps({**published.config, "dtype": "bfloat16"}))
     spec = examine(hub).spec
@@ -123,18 +119,16 @@ def test_experts_that_are_widened_count_as_the_floats_that_they_are_in_memory(
     assert counted.active is not None
     assert (counted.active - embedding) / 1e9 == pytest.approx(published.active, rel=0.05)
     num_bytes = counted.total * 9 // 16  # 4.5 bits a weight
-    loaded = num_bytes + widened * 4 - widened * 9 // 16
     info = SimpleNamespace(
         siblings=[SimpleNamespace(rfilename="m-Q4_0.gguf", size=num_bytes)], card_data={"base_model": "base/qwen3"}
     )
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
-    for free, fits in ((loaded, False), (loaded + 8 * GIB, True)):
+    for free, fits in ((num_bytes, False), (num_bytes + 8 * GIB, True)):
         monkeypatch.setattr(moeserve.machine, "read_machine", lambda _, free=free: replace(MACHINE, free_bytes=free))
         said = json.loads(ask("owner/qwen3-GGUF", "--json"))
         assert said["take"] == (["owner/qwen3-GGUF:Q4_0"] if fits else [])
     (choice,) = said["files"]
-    chosen = widened * 4 / 16 if published.name == "DBRX" else widened * 8 / 288
-    read = (counted.active - embedding - chosen) * 9 / 16 + chosen * 4
+    read = (counted.active - embedding) * 9 / 16
     assert choice["tokens_per_second"] == pytest.approx(50e9 / read, rel=1e-3)
 
 

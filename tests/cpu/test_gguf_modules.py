@@ -61,7 +61,7 @@ NATIVE: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "lfm2moe": ("lfm2moe", {}),
 }
-_PACKED = ("lfm2moe", "granitehybrid", "nemotron_h_moe", "glm-dsa", "afmoe")
+_PACKED = ("lfm2moe", "granitehybrid", "nemotron_h_moe", "glm-dsa", "afmoe", "dbrx")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -181,7 +181,7 @@ def test_on_our_own_code_packed_weights_give_the_logits_of_their_values(name: st
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("architecture", ["lfm2moe", "gemma4"])
+@pytest.mark.parametrize("architecture", ["lfm2moe", "gemma4", "dbrx"])
 def test_tables_and_experts_stay_in_their_blocks(architecture: str, tmp_path: Path) -> None:
     write(architecture, tmp_path, in_kinds(Kind.Q8_0))
     decoder = load(tmp_path, "exact")

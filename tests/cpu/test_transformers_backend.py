@@ -84,7 +84,21 @@ def test_the_memory_stated_before_loading_is_that_of_our_own_code(tmp_path: Path
     assert theirs.kv == ours.kv
 
 
-@pytest.mark.parametrize("model_type", ["dbrx", "longcat_flash"])
+@pytest.mark.parametrize("model_type", ["dbrx", "ernie4_5_vl_moe"])
+def test_experts_brought_to_the_common_form_take_the_memory_of_those_that_texts_pass(
+    model_type: str, tmp_path: Path
+) -> None:
+    own = save_tiny(model_type, tmp_path)
+    # A head that shares the table of tokens has a packed copy of it.
+    passed = [tensor for name, tensor in own.outer.state_dict().items() if ".vision_moe." not in name]
+    assert plan_model(tmp_path, THEIRS).weights_bytes == 4 * sum(tensor.numel() for tensor in passed)
+    decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))
+    assert len(decoder.experts) == len(decoder.spec.moe_layers) > 1
+    kept = [name for name, _ in decoder._code.outer.named_parameters() if ".experts." in name and "shared" not in name]
+    assert kept == []
+
+
+@pytest.mark.parametrize("model_type", ["muse_spark", "longcat_flash"])
 def test_of_a_checkpoint_in_16_bits_projections_and_tables_alone_stay_so_where_transformers_computes_experts(
     model_type: str, tmp_path: Path
 ) -> None:
@@ -208,6 +222,6 @@ def test_a_gpu_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", [{"expert_parallel_size": 2}, {"expert_memory": 2**20}])
 def test_experts_that_transformers_computes_are_not_shared_out(setting: dict[str, int], tmp_path: Path) -> None:
-    save_tiny("dbrx", tmp_path)
-    with pytest.raises(ConfigError, match=r"a dbrx model has no experts .*that moeserve computes itself"):
+    save_tiny("muse_spark", tmp_path)
+    with pytest.raises(ConfigError, match=r"a muse_spark model has no experts .*that moeserve computes itself"):
         plan_model(tmp_path, replace(THEIRS, **setting))  # type: ignore[arg-type]

@@ -55,8 +55,9 @@ BASE = ServeConfig(
 )
 _SLOTS = 3
 # A tensor for each expert's gate, up and down; one for all, transposed, with alternating channels and biases; one for
-# all, transposed; one for all under other names; one for all through a conversion.
-_LAYOUTS = ("lfm2_moe", "gpt_oss", "aria", "granitemoehybrid", "qwen3_vl_moe")
+# all, transposed; one for all under other names; one for all through a conversion; all below each other; a tensor for
+# each, those of images behind.
+_LAYOUTS = ("lfm2_moe", "gpt_oss", "aria", "granitemoehybrid", "qwen3_vl_moe", "dbrx", "ernie4_5_vl_moe")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,13 +129,15 @@ def test_a_gate_is_found_by_what_it_chooses(model_type: str, is_found: bool, tmp
 
 
 # Listed experts beside short convolutions; packed ones with biases; an indexer, an expert of all tokens, few slots;
-# GPTQ in few slots; a GGUF file.
+# GPTQ in few slots; a GGUF file; experts brought to the common form, of one type in few slots.
 _ON_RANKS = (
     ("lfm2_moe", False),
     ("gpt_oss", False),
     ("glm_moe_dsa", True),
     ("hunyuan_v1_moe", True),
     ("afmoe", False),
+    ("dbrx", True),
+    ("ernie4_5_vl_moe", False),
 )
 
 

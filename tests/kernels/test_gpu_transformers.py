@@ -25,7 +25,7 @@ def tiny() -> ModuleType:
 
 
 # Between them attention that is fused and that is not, windows, latent attention, states of each kind, norms that
-# centre weights, and experts that transformers' code computes.
+# centre weights, and experts brought to the common form.
 @pytest.mark.kernel_change
 @pytest.mark.parametrize(
     "model_type",

@@ -225,10 +225,10 @@ AS_ON_THE_HUB = (
         },
     ),
 )
-# Models on transformers' code, the last one with its experts too. Their files are of any kind, so no sizes stand here.
+# Models on transformers' code. Their files are of any kind, so no sizes stand here.
 _STEP_KINDS = ["full_attention", *3 * ["sliding_attention"]] * 12
 _STEP_MOE = ",".join(map(str, range(3, 45)))
-WITH_WIDENED_EXPERTS = (
+OF_ANY_KIND = (
     Published(
         "Step-3.5-Flash",
         196.8,

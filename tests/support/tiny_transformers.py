@@ -18,7 +18,7 @@ from torch import nn
 from transformers.models.auto import configuration_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
-from moeserve.model.hf.modelling import ModellingCode, empty_model
+from moeserve.model.hf.modelling import ModellingCode, own_model
 
 VOCAB = 128
 
@@ -96,7 +96,7 @@ MORE: dict[str, dict[str, Any]] = {
         "n_layers": 3,
         "max_seq_len": 512,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "deepseek_ocr2_text": {
         "num_key_value_heads": 4,
@@ -343,7 +343,7 @@ def moe_types() -> tuple[str, ...]:
         if not _mentions_experts(model_type):
             continue
         try:
-            code = empty_model(tiny_config(model_type))
+            code = own_model(tiny_config(model_type))
         except Exception:  # Encoders, audio models, configurations that cannot be built: transformers raises anything.
             continue
         if any(word in type(m).__name__.lower() for m in code.body.modules() for word in ("expert", "moe", "mixture")):
@@ -405,7 +405,7 @@ def tiny_model(model_type: str, **further: Any) -> ModellingCode:
     configuration."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    code = empty_model(tiny_config(model_type, **further))
+    code = own_model(tiny_config(model_type, **further))
     code.outer.to_empty(device="cpu")
     code.outer.initialize_weights()
     draw = torch.Generator().manual_seed(0)

@@ -97,14 +97,7 @@ ROWS: Mapping[str, Row] = {
     "llama4": Row(
         arrangements={"ffn_gate_exps.": "stacked_turned", "ffn_down_exps.": "stacked_turned"}, ignored=_FREQUENCIES
     ),
-    "dbrx": Row(
-        ends={
-            "experts.mlp.w1": (("ffn_gate_exps.weight",),),
-            "experts.mlp.v1": (("ffn_up_exps.weight",),),
-            "experts.mlp.w2": (("ffn_down_exps.weight",),),
-        },
-        arrangements={"ffn_down_exps.": "stacked_turned"},
-    ),
+    "dbrx": Row(),
     # Layers that take the choice of an earlier one have no use for an indexer of their own.
     "glm-dsa": Row(arrangements=_LATENT, ignored=r"blk\.\d+\.indexer\.(attn_k|attn_q_b|k_norm|proj)\.(weight|bias)"),
     "mistral4": Row(arrangements=_LATENT),

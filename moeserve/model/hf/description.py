@@ -52,10 +52,7 @@ def count_widened(code: ModellingCode, ours: Collection[nn.Module]) -> int:
 
 
 def num_experts(module: nn.Module) -> int:
-    """Return the number of experts that a module holds in matrices [experts, rows, columns], or one below the other;
-    0 for any other module."""
-    if type(module).__name__.endswith("ExpertGLU"):
-        return int(module.moe_num_experts)  # type: ignore[arg-type]
+    """Return the number of experts that a module holds in matrices [experts, rows, columns]; 0 for any other module."""
     if not type(module).__name__.endswith("Experts"):
         return 0
     return min((p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3), default=0)

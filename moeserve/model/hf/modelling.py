@@ -6,19 +6,21 @@ Only classes of the installed package are used; code in a model folder never run
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers.core_model_loading import WeightTransform
 from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moeserve.model.config_bounds import check_counts, check_tree, with_special_floats
 from moeserve.model.families import read_config
+from moeserve.model.hf.common_experts import bring_to_common_form
 from moeserve.model.spec import ModelError, UnsupportedModel
 
 _META = torch.device("meta")
@@ -34,13 +36,15 @@ class ModellingCode:
     """A model on transformers' code.
 
     outer: the whole model, whose parameters a checkpoint names. writer: the part of it that turns states into logits.
-    body: the text decoder in it. config: of the body, which its modules share.
+    body: the text decoder in it. config: of the body, which its modules share. conversions: of stored tensors, before
+    those that transformers has for the model.
     """
 
     outer: Any
     writer: Any
     body: Any
     config: Any
+    conversions: tuple[WeightTransform, ...] = ()
 
 
 def read_hf_config(directory: Path) -> Any:
@@ -73,6 +77,13 @@ def read_hf_config(directory: Path) -> Any:
 
 
 def empty_model(config: Any) -> ModellingCode:
+    """Return the model of `own_model` with its experts in the common form."""
+    code = own_model(config)
+    with _META, no_init_weights():
+        return replace(code, conversions=bring_to_common_form(code.outer))
+
+
+def own_model(config: Any) -> ModellingCode:
     """Build the model on the meta device. Raise UnsupportedModel if transformers has no text decoder of this type."""
     cls = _model_class(config)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from moeserve.model.checkpoint import StoredTensor, check_scaled, read_index
 from moeserve.model.files import is_gguf_folder
+from moeserve.model.hf.common_experts import StackedExperts
 from moeserve.model.hf.matrices import StoredRows, whole_rows
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.hf.source import EXPANDED, Source, WeightMap
@@ -45,10 +47,10 @@ def map_weights(code: ModellingCode, directory: Path, experts: Sequence[str]) ->
         return map_gguf(code, directory, experts)
     index, state = read_index(directory), code.outer.state_dict()
     tensors = _stored_tensors(index)
-    mapping = get_model_conversion_mapping(code.outer)
+    mapping = [*code.conversions, *get_model_conversion_mapping(code.outer)]
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    of_pattern = {pattern: converter for converter in reversed(converters) for pattern in converter.source_patterns}
     sources: dict[str, Source] = {}
     expert_sources: dict[str, Source] = {}
     for name in sorted(tensors, key=dot_natural_key):
@@ -58,11 +60,23 @@ def map_weights(code: ModellingCode, directory: Path, experts: Sequence[str]) ->
         if target not in state and pattern is None:
             continue  # It belongs to a tower that texts do not pass, or to layers that predict further tokens.
         part = expert_sources if target.rpartition(".")[0] in experts else sources
-        source = part.setdefault(target, Source(of_pattern[pattern] if pattern else None))
+        converter = of_pattern[pattern] if pattern else None
+        if isinstance(converter, StackedExperts):
+            tensors[name] = _by_expert(tensors[name], state[target].shape[0])
+        source = part.setdefault(target, Source(converter))
         source.tensors.setdefault(pattern or name, []).append(name)
     tied = {name: other for name, other in code.outer.all_tied_weights_keys.items() if name not in sources}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     return WeightMap(index, tensors, shapes, sources, expert_sources, tied)
+
+
+def _by_expert(stored: StoredTensor, num_experts: int) -> StoredTensor:
+    """Return [E * rows, columns] as [E, rows, columns]."""
+    if len(stored.shape) != 2 or stored.shape[0] % num_experts or stored.dtype not in _FLOATS:
+        raise CheckpointError(
+            f"{stored.name} has shape {list(stored.shape)} of {stored.dtype}, which cannot hold {num_experts} experts."
+        )
+    return replace(stored, shape=(num_experts, stored.shape[0] // num_experts, stored.shape[1]))
 
 
 def _stored_tensors(index: Mapping[str, TensorInfo]) -> dict[str, StoredTensor]:
