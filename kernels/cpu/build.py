@@ -11,7 +11,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from kernels.cpu.targets import OTHER, Target, processor_features
@@ -59,6 +61,8 @@ HEADERS = (
 # Where a product and a sum are rounded once the sources say so: the compiler would choose for each target anew.
 _FLAGS = ("-O3", "-std=gnu++17", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-pthread")
 _BUILD_SECONDS = 900  # A source of 20 s on an idle core took 300 s on a machine that was busy with other work.
+_LONGEST_BUILD_SECONDS = _BUILD_SECONDS * (len(SOURCES) + 1)  # one source after another, and the linker
+_UNUSED_SECONDS = 90 * 86400.0  # s; a library that no process has asked for in this time is removed
 
 
 class KernelBuildError(Exception):
@@ -69,8 +73,9 @@ def build_library(target: Target, cache_dir: Path | None = None) -> Path:
     """Return the path of the library for a target and these sources; compile it unless `cache_dir` has it.
 
     A library's name ends in the hash of its content. A library with another hash, which a power failure or a full disk
-    can leave, is removed and never loaded. Raises KernelBuildError. Processes that build at the same time do not
-    disturb each other.
+    can leave, is removed and never loaded. A build removes the folders of builds that were killed, and libraries that
+    nobody has asked for in long. Raises KernelBuildError. Processes that build at the same time do not disturb each
+    other.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -89,6 +94,7 @@ def build_library(target: Target, cache_dir: Path | None = None) -> Path:
             _sync(built)
             built.replace(library)
             _sync(cache_dir)
+        _remove_unused(cache_dir)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"The kernels could not be compiled: {error}") from None
     return library
@@ -119,10 +125,23 @@ def _run(*command: str) -> None:
 def _find_intact(cache_dir: Path, name: str) -> Path | None:
     """Return a library of that name whose content has the hash in its name; remove damaged ones."""
     for path in sorted(cache_dir.glob(f"{name}-*.so")):
+        with suppress(OSError):  # of a cache that is read-only
+            os.utime(path)
         if path.is_file() and path.stem.removeprefix(f"{name}-") == _digest(path):
             return path
         path.unlink(missing_ok=True)
     return None
+
+
+def _remove_unused(cache_dir: Path) -> None:
+    """Remove the folders of killed builds and unused libraries. A library that is loaded outlives its file."""
+    for path in cache_dir.iterdir():
+        with suppress(OSError):
+            age = time.time() - path.stat().st_mtime
+            if path.suffix == ".so" and age > _UNUSED_SECONDS:
+                path.unlink()
+            elif path.name.startswith("tmp") and age > _LONGEST_BUILD_SECONDS:
+                shutil.rmtree(path)
 
 
 def _digest(path: Path) -> str:

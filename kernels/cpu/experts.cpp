@@ -10,7 +10,7 @@
 namespace moeserve {
 namespace {
 
-// Activations, sixteen channels at a time. All but the last have a gate.
+// Activations, sixteen channels at a time. All but kRelu2 have a gate.
 enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSwigluOai, kRelu2, kClampedSilu };
 
 // Beyond 88 the result is that for 88, some 1e-38 from 0 or from 1.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,6 +68,20 @@ def test_a_library_under_the_name_of_earlier_versions_is_not_loaded(compiler: Pa
     path.rename(old)
     assert build_library(OTHER, tmp_path / "cache") == path
     assert calls(compiler) == 2
+
+
+def test_a_build_removes_folders_of_killed_builds_and_libraries_that_nobody_has_used_for_long(tmp_path: Path) -> None:
+    cache, now = tmp_path / "cache", time.time()
+    used = build_library(OTHER, cache)
+    ages = {"tmpkilled": 5 * 3600, "tmpbuilding": 4 * 3600, "old-1-1.so": 91 * 86400, "older-version-2.so": 89 * 86400}
+    for name in ages:
+        (cache / name).touch() if name.endswith(".so") else (cache / name).mkdir()
+    (cache / "tmpkilled" / "gate.cpp.o").touch()
+    for name, age in (ages | {used.name: 91 * 86400}).items():
+        os.utime(cache / name, (now - age, now - age))
+    assert build_library(OTHER, cache) == used
+    new = build_library(TARGETS[0], cache)
+    assert {path.name for path in cache.iterdir()} == {used.name, new.name, "tmpbuilding", "older-version-2.so"}
 
 
 def test_what_cannot_be_loaded_leaves_the_work_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
