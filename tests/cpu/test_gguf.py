@@ -147,6 +147,37 @@ def test_a_split_model_is_one_model(first: str, tmp_path: Path) -> None:
         read_gguf(tmp_path / names[0])
 
 
+@pytest.mark.parametrize(
+    ("names", "named"),
+    [
+        (("m-00002-of-00002.gguf", "m-00001-of-00002.gguf"), r"m-00001-of-00002\.gguf is part 2 of 2"),
+        (("m.gguf", "m-00002-of-00002.gguf"), r"m\.gguf is part 1 of 2 .*must end in -00001-of-00002\.gguf"),
+        (("m-00001-of-00001.gguf", "other.gguf"), r"m-00001-of-00001\.gguf is part 1 of 2"),
+    ],
+    ids=["swapped", "renamed", "of another number"],
+)
+def test_parts_under_other_names_are_refused_with_the_names_that_they_should_have(
+    names: tuple[str, str], named: str, tmp_path: Path
+) -> None:
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(tmp_path / name, "llama")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    with pytest.raises(CheckpointError, match=rf"^{named}"):
+        read_gguf(tmp_path / names[0])
+
+
+def test_a_path_that_is_not_utf8_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "tiny\udcff.gguf"
+    write_gguf(path, "llama", build("mixtral"))
+    with pytest.raises(ModelError, match=r"tiny\\udcff\.gguf' is not UTF-8: rename the file"):
+        gguf_folder(path, tmp_path / "cache")
+
+
 def test_files_with_each_expert_by_itself_are_those_with_all_of_them_in_one_tensor(
     quantised: Path, tmp_path: Path
 ) -> None:

@@ -47,6 +47,10 @@ def gguf_folder(path: Path, cache: Path | None = None, progress: Progress | None
     Raise ModelError.
     """
     header = read_gguf(path)
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise ModelError(f"The path {str(path)!a} is not UTF-8: rename the file or its folder.") from None
     digest = hashlib.sha256(f"{_VERSION}\n".encode())
     beside = [path.parent / name for name in _BESIDE if (path.parent / name).is_file()]
     for file in (*header.files, *beside):

@@ -90,8 +90,11 @@ def read_gguf(path: Path) -> GgufHeader:
     """
     parts = _parts(path)
     metadata, tensors = _read_part(parts[0])
-    for part in parts[1:]:
-        for name, tensor in _read_part(part)[1].items():
+    _check_place(parts[0], metadata, 0, len(parts))
+    for place, part in enumerate(parts[1:], 1):
+        fields, further = _read_part(part)
+        _check_place(part, fields, place, len(parts))
+        for name, tensor in further.items():
             if name in tensors:
                 raise CheckpointError(f"{part.name} and an earlier part both hold the tensor {name[:80]}.")
             tensors[name] = tensor
@@ -99,6 +102,16 @@ def read_gguf(path: Path) -> GgufHeader:
     if wanted is not None and wanted != len(tensors):
         raise CheckpointError(f"{path.name} promises {str(wanted)[:40]} tensors, but its parts hold {len(tensors)}.")
     return GgufHeader(metadata, tensors, tuple(parts))
+
+
+def _check_place(path: Path, fields: Mapping[str, Any], place: int, count: int) -> None:
+    """Raise CheckpointError for a part of a split model that is called otherwise. place: from 0, by the file's name."""
+    found, of = fields.get("split.no", place), fields.get("split.count", count) or 1
+    if (found, of) != (place, count) and isinstance(found, int) and isinstance(of, int):
+        raise CheckpointError(
+            f"{path.name} is part {found + 1} of {of} of a split model: its name must end in "
+            f"-{found + 1:05d}-of-{of:05d}.gguf, as those of the other parts do."
+        )
 
 
 def _parts(path: Path) -> list[Path]:
