@@ -75,8 +75,8 @@ def has_weights(directory: Path) -> bool:
     return is_gguf_folder(directory) or is_dummy_folder(directory) or any(directory.glob("*.safetensors"))
 
 
-# The bytes of a quantised matrix by its key, None for one that is not.
-QuantisedBytes = Callable[[str, "StoredTensor"], int | None]
+# The bytes of a quantised matrix by its key, None for one that is not. The last argument is all tensors of its layer.
+QuantisedBytes = Callable[[str, "StoredTensor", Mapping[str, "StoredTensor"]], int | None]
 # The experts that this process loads, by layer.
 OwnedExperts = Callable[[int], Sequence[int]]
 
@@ -89,6 +89,7 @@ _IGNORED = re.compile(
 _PREFIXES = ("model.", "", "model.language_model.", "backbone.")
 _KEYS_AND_VALUES = re.compile(r"self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.")
 _PLAIN_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))
+_GATED = ("gate", "up", "gate_up", "down")
 # Matrices stored in these dtypes stay in bfloat16 where products in float32 read 16-bit weights as they are.
 KEPT_IN_BFLOAT16 = frozenset(("BF16",))
 
@@ -179,8 +180,12 @@ class WeightPlan:
         layers = self.layers if self.mtp is None else (*self.layers, self.mtp)
         for tensors in (self.outer, *(layer.tensors for layer in layers)):
             for key, tensor in tensors.items():
-                num_bytes = None if quantised is None else quantised(key, tensor)
-                total += loaded_bytes(tensor, item_size, narrow) if num_bytes is None else num_bytes
+                num_bytes = None if quantised is None else quantised(key, tensor, tensors)
+                if num_bytes is None:
+                    block = matrices_of_block(key, tensors).values()
+                    stays = narrow and all(other.dtype in KEPT_IN_BFLOAT16 for other in block)
+                    num_bytes = loaded_bytes(tensor, item_size, stays)
+                total += num_bytes
         for layer in layers:
             if layer.experts is not None:
                 total += _loaded_expert_bytes(layer.experts, item_size, narrow)
@@ -273,6 +278,16 @@ def _bytes_to_read(outer: Iterable[StoredTensor], layers: Iterable[LayerPlan], s
         stored = sum(tensor.num_bytes for mapping in experts.tensors for tensor in mapping.values())
         total += stored if experts.storage == "split" else stored * len(experts.owned) // spec.moe.num_experts
     return total
+
+
+def matrices_of_block(key: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the matrices of the dense block or shared expert that has the tensor of this key: gate and up, then down.
+
+    They are packed together: all in the checkpoint's blocks, or all in 16 bits, or none. Empty for any other tensor.
+    """
+    stem, dot, own = key.rpartition(".")
+    names = [f"{stem}{dot}{part}" for part in _GATED] if own in _GATED else []
+    return {name: tensors[name] for name in names if name in tensors}
 
 
 def loaded_bytes(tensor: StoredTensor, item_size: int, narrow: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from kernels.weight_formats import (
     QuantizedRows,
     WeightFormat,
 )
-from moeserve.model.checkpoint import StoredTensor
+from moeserve.model.checkpoint import StoredTensor, matrices_of_block
 from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import TensorInfo, is_in_blocks
 from moeserve.settings.weights import parse_quantization
@@ -125,16 +126,32 @@ class Rounding:
             return None
         return self.experts.format_of("gate", hidden_size), self.experts.format_of("down", width)
 
-    def stored_format(self, key: str, stored: StoredTensor) -> WeightFormat | None:
-        """Return the format in which a matrix is kept as the checkpoint has it; None for one that is widened."""
-        if not self.keeps_stored or key.rpartition(".")[2] in _KEPT:
+    def stored_format(
+        self, key: str, stored: StoredTensor, beside: Mapping[str, StoredTensor] = MappingProxyType({})
+    ) -> WeightFormat | None:
+        """Return the format in which a matrix is kept as the checkpoint has it; None for one that is widened.
+
+        beside: the tensors of its layer, where it may be one of a dense block on our own code.
+        """
+        if not self.keeps_stored or _own(key) in _KEPT:
             return None
-        return format_in_file(stored.dtype)
+        return format_in_file(stored.dtype) if self.quantises_block(matrices_of_block(key, beside)) else None
+
+    def quantises_block(self, matrices: Mapping[str, StoredTensor]) -> bool:
+        """Return whether the matrices of a dense block are quantised, which all of them are or none is.
+
+        matrices: see `matrices_of_block`.
+        """
+        forms = [
+            format_in_file(stored.dtype) if self.keeps_stored else self.format_of(_own(key), stored.shape[1])
+            for key, stored in matrices.items()
+        ]
+        return None not in forms and len(set(forms[:-1])) < 2  # Gate and up are one matrix.
 
     def check_cuts(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Raise CheckpointError for columns that are cut within the blocks in which a matrix is kept."""
         for key, stored in tensors.items():
-            form = self.stored_format(key, stored)
+            form = self.stored_format(key, stored, tensors)
             if form is None or stored.cut is None or stored.cut.dim == 0:
                 continue
             if stored.has_order or stored.shape[1] % form.block:
@@ -167,18 +184,30 @@ class Rounding:
         assert kernels is not None
         return quantise(matrix, form, kernels)
 
-    def num_bytes(self, key: str, stored: StoredTensor) -> int | None:
-        """Return the bytes of a quantised matrix outside experts in memory; None where it is kept in its numbers."""
+    def num_bytes(
+        self, key: str, stored: StoredTensor, beside: Mapping[str, StoredTensor] = MappingProxyType({})
+    ) -> int | None:
+        """Return the bytes of a quantised matrix outside experts in memory; None where it is kept in its numbers.
+
+        beside: as in `stored_format`.
+        """
         if len(stored.shape) != 2:
             return None
-        own = key.rpartition(".")[2]
-        form = self.stored_format(key, stored) or self.format_of(own, stored.shape[1])
+        own = _own(key)
+        form = self.stored_format(key, stored, beside)
+        if self.matrices is not None and self.quantises_block(matrices_of_block(key, beside)):
+            form = self.format_of(own, stored.shape[1])
         if form is not None:
             return packed_bytes(form, *stored.shape)
         return prod(stored.shape) * (2 if self.narrows(own) else 4) if self.narrow else None
 
 
 NO_ROUNDING = Rounding()
+
+
+def _own(key: str) -> str:
+    """Return the name of a matrix without that of its block."""
+    return key.rpartition(".")[2]
 
 
 def format_in_file(dtype: str) -> WeightFormat | None:

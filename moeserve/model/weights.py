@@ -372,8 +372,8 @@ class _Loader:
         if f"{prefix}gate_up" in tensors:
             first_names = ("gate_up",)
         *firsts, down = keys = [f"{prefix}{name}" for name in (*first_names, "down")]
-        formats = [self._rounding.stored_format(key, tensors[key]) for key in keys]
-        if None not in formats and len(set(formats[:-1])) == 1:
+        is_quantised = self._rounding.quantises_block({key: tensors[key] for key in keys})
+        if self._rounding.keeps_stored and is_quantised:
             parts = [self._reader.read_quantised(tensors[key]) for key in keys]
             joined = joined_rows(parts[:-1])
             if joined is None:
@@ -383,7 +383,7 @@ class _Loader:
         dtype = self._kept_dtype([tensors[key] for key in keys], self._dtype, firsts[0])
         gate_up = self._ops.on_device(self._reader.read_rows([tensors[key] for key in firsts], dtype))
         second = self._tensor(tensors[down], dtype)
-        rounding = self._rounding if self._rounding.format_of("down", second.shape[1]) else NO_ROUNDING
+        rounding = self._rounding if is_quantised else NO_ROUNDING
         first = rounding.apply(gate_up, "gate")
         return self._pack_gated(tensors, firsts, down, first, rounding.apply(second, "down"))
 

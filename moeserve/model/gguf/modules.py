@@ -16,7 +16,7 @@ from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
 
 from moeserve.model.gguf.config import Fields, num_layers
 from moeserve.model.gguf.header import GgufTensor
-from moeserve.model.gguf.parts import FLOATS, Arrangement, GgufPart, Heads
+from moeserve.model.gguf.parts import Arrangement, GgufPart, Heads, partner_of
 from moeserve.model.spec import CheckpointError
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -122,7 +122,9 @@ ROWS: Mapping[str, Row] = {
 class ModuleParts:
     """Finds the tensors of parameters, and remembers which tensors of the file were found."""
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, *, joins_gate_and_up: bool = False) -> None:
+        """joins_gate_and_up: in dense blocks and shared experts too, where transformers' code has two projections."""
+        self._joins_gate_and_up = joins_gate_and_up
         self._fields, self._row = fields, ROWS[fields.architecture]
         self._num_layers = num_layers(fields)
         self._table = _table(fields.architecture, self._num_layers)
@@ -148,7 +150,7 @@ class ModuleParts:
             if all(own in self._tensors for own in names):
                 for own in names:
                     self._left.pop(own, None)
-                return {own: GgufPart((self._tensors[own],), partner=self._partner(own, names)) for own in names}
+                return {own: GgufPart((self._tensors[own],), partner=partner_of(own, self._tensors)) for own in names}
         return {}
 
     def computed_experts(self, name: str) -> GgufPart | None:
@@ -163,11 +165,6 @@ class ModuleParts:
     def _arrangement(self, name: str) -> Arrangement:
         own = block[2] if (block := _BLOCK.fullmatch(name)) else name
         return next((kind for start, kind in self._row.arrangements.items() if own.startswith(start)), "plain")
-
-    def _partner(self, name: str, names: list[str]) -> str:
-        """See `GgufPart`. names: of the projections that are one matrix."""
-        kinds = {self._tensors[own].kind for own in names}
-        return "" if len(kinds) == 1 or not kinds.isdisjoint(FLOATS) else (kinds - {self._tensors[name].kind}).pop()
 
     def check_all_found(self) -> None:
         """Raise CheckpointError if the file holds a tensor that no parameter is."""
@@ -185,7 +182,8 @@ class ModuleParts:
             self._left.pop(name, None)
         name = next(iter(names))
         kind = self._arrangement(name)
-        return GgufPart(tuple(tensors), kind, self._heads(name) if kind == "pairs" else Heads())
+        partner = partner_of(name, self._tensors) if self._joins_gate_and_up and len(tensors) == 1 else ""
+        return GgufPart(tuple(tensors), kind, self._heads(name) if kind == "pairs" else Heads(), partner)
 
     def _heads(self, name: str) -> Heads:
         heads = self._fields.count("attention.head_count")

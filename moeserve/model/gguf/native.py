@@ -31,7 +31,7 @@ def native_parts(fields: Fields, needed: NeededNames) -> Iterator[tuple[str, Ggu
 
     Raise CheckpointError for a tensor that the decoder does not have.
     """
-    parts = ModuleParts(fields)
+    parts = ModuleParts(fields, joins_gate_and_up=True)
     for names in needed.others:
         if (found := _found(parts, names)) is not None:
             yield found

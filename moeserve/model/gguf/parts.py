@@ -7,7 +7,7 @@ architectures in another order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -123,10 +123,8 @@ _JOINED: dict[tuple[str, str], tuple[str, Arrangement]] = {
 }
 
 
-_GATE_AND_UP = {
-    "ffn_gate_exps.weight": "ffn_up_exps.weight",
-    "ffn_up_exps.weight": "ffn_gate_exps.weight",
-}
+# Gate and up of all experts, of one expert, of a shared expert and of a dense block: each pair is one matrix.
+_GATE_OR_UP = re.compile(r"(blk\.\d+\.ffn_)(gate|up)((?:_exps|_shexp|\.\d+)?\.weight)")
 FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 
 
@@ -144,8 +142,8 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class GgufPart:
-    """One tensor of a checkpoint. sources: one, or the two parts of a `latent` or `by_key_head`. partner: the kind of
-    the tensor that is one matrix with it, if that is another one."""
+    """One tensor of a checkpoint. sources: one, or several that lie one below the other, such as the two parts of a
+    `latent` or `by_key_head`. partner: the kind of the tensor that is one matrix with it, if that is another one."""
 
     sources: tuple[GgufTensor, ...]
     arrangement: Arrangement = "plain"
@@ -154,13 +152,19 @@ class GgufPart:
 
     @property
     def kind(self) -> str:
-        """The kind of its numbers; float32 where they are computed, or where two parts differ in their kinds. With a
-        partner both kinds, which no format has."""
-        if self.partner:
-            return "+".join(sorted((self.sources[0].kind, self.partner)))
-        kinds = {source.kind for source in self.sources}
-        is_kept = self.arrangement not in _COMPUTED and len(kinds) == 1
-        return self.sources[0].kind if is_kept else "F32"
+        """The kind of its numbers; float32 where they are computed, or where parts in blocks lie beside floats.
+
+        Of parts, or a partner, in blocks of other kinds all kinds, which no format has.
+        """
+        kinds = self.kinds
+        if self.arrangement in _COMPUTED or (len(kinds) > 1 and not FLOATS.isdisjoint(kinds)):
+            return "F32"
+        return "+".join(sorted(kinds))
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of all tensors of the file that are one matrix."""
+        return frozenset(source.kind for source in self.sources) | ({self.partner} if self.partner else set())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -197,15 +201,8 @@ class _Namer:
             if own in pair and not (arrangement == "by_key_head" and self._architecture in _IN_TURNS):
                 return self._joined(layer, own, tensor, pair, target, arrangement)
         arrangement, heads = self._arrangement(own)
-        return _own_name(own), GgufPart((tensor,), arrangement, heads, self._partner(layer, own, tensor))
-
-    def _partner(self, layer: int, own: str, tensor: GgufTensor) -> str:
-        """Return the kind of the other one of gate and up of a layer's experts where it is another one in blocks."""
-        other = _GATE_AND_UP.get(own)
-        found = None if other is None else self._fields.header.tensors.get(f"blk.{layer}.{other}")
-        if found is None or found.kind == tensor.kind or not FLOATS.isdisjoint((found.kind, tensor.kind)):
-            return ""
-        return found.kind
+        partner = partner_of(f"blk.{layer}.{own}", self._fields.header.tensors)
+        return _own_name(own), GgufPart((tensor,), arrangement, heads, partner)
 
     def check_whole(self) -> None:
         """Raise CheckpointError if half of a tensor is missing."""
@@ -251,6 +248,19 @@ class _Namer:
         if self._architecture in _NORMS_PLUS_ONE and own.endswith("norm.weight") and own != "ssm_norm.weight":
             return "less_one", Heads()
         return ("logarithm" if own == "ssm_a" else "plain"), Heads()
+
+
+def partner_of(name: str, tensors: Mapping[str, GgufTensor]) -> str:
+    """Return the kind of the other one of gate and up where both are in blocks of other kinds, else an empty text.
+
+    name: of a tensor of the file.
+    """
+    found = _GATE_OR_UP.fullmatch(name)
+    if found is None:
+        return ""
+    other = tensors.get(found[1] + ("up" if found[2] == "gate" else "gate") + found[3])
+    kinds = {tensors[name].kind, tensors[name].kind if other is None else other.kind}
+    return "" if other is None or len(kinds) == 1 or not FLOATS.isdisjoint(kinds) else other.kind
 
 
 def parts_of(header: GgufHeader, fields: Fields, num_layers: int) -> Iterator[tuple[str, GgufPart]]:

@@ -65,8 +65,11 @@ def read_packed(part: GgufPart, expert: int | None = None, *, holds_pages: bool 
     if expert is not None:
         tensor = _row_of(part.sources[0], expert)
         return _rounded(tensor) if part.partner else _packed(tensor, holds_pages=holds_pages)
-    rows = joined_rows([_packed(source, holds_pages=holds_pages) for source in part.sources])
-    assert rows is not None, "parts of several kinds are read as numbers"
+    if len(part.kinds) > 1:
+        rows = joined_rows([_rounded(source) for source in part.sources])
+    else:
+        rows = joined_rows([_packed(source, holds_pages=holds_pages) for source in part.sources])
+    assert rows is not None, "all parts have one format"
     if part.arrangement == "columns_in_turns":
         return QuantizedRows(rows.format, rows.pieces, rows.depth, _turns(part.heads, rows.depth).argsort())
     order = _order(part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -79,8 +79,8 @@ def expert_storage(
 def quantised_bytes(rounding: Rounding) -> QuantisedBytes:
     """Return the function that tells the bytes of a quantised matrix outside experts on a GPU, None for others."""
 
-    def num_bytes(key: str, stored: StoredTensor) -> int | None:
-        form = rounding.stored_format(key, stored) if len(stored.shape) == 2 else None
+    def num_bytes(key: str, stored: StoredTensor, beside: Mapping[str, StoredTensor]) -> int | None:
+        form = rounding.stored_format(key, stored, beside) if len(stored.shape) == 2 else None
         return None if form is None else stored.shape[0] * packed_form(form, stored.shape[1]).row_bytes
 
     return num_bytes
