@@ -126,7 +126,7 @@ def _find_intact(cache_dir: Path, name: str) -> Path | None:
     """Return a library of that name whose content has the hash in its name; remove damaged ones."""
     for path in sorted(cache_dir.glob(f"{name}-*.so")):
         with suppress(OSError):  # of a cache that is read-only
-            os.utime(path)
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         if path.is_file() and path.stem.removeprefix(f"{name}-") == _digest(path):
             return path
         path.unlink(missing_ok=True)
@@ -137,10 +137,10 @@ def _remove_unused(cache_dir: Path) -> None:
     """Remove the folders of killed builds and unused libraries. A library that is loaded outlives its file."""
     for path in cache_dir.iterdir():
         with suppress(OSError):
-            age = time.time() - path.stat().st_mtime
-            if path.suffix == ".so" and age > _UNUSED_SECONDS:
+            found, now = path.stat(), time.time()
+            if path.suffix == ".so" and now - found.st_atime > _UNUSED_SECONDS:
                 path.unlink()
-            elif path.name.startswith("tmp") and age > _LONGEST_BUILD_SECONDS:
+            elif path.name.startswith("tmp") and now - found.st_mtime > _LONGEST_BUILD_SECONDS:
                 shutil.rmtree(path)
 
 
