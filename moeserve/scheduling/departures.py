@@ -23,6 +23,7 @@ _STAYING = 0.9
 # The deadline grows by this share while one round of running requests ends, to notice when clients have become more
 # patient.
 _DEADLINE_GROWTH = 0.1
+_FEWEST_ENDS = 16  # requests of a tenant that must have ended: of fewer, it is not known how long its clients stay
 
 
 @dataclass(slots=True)
@@ -30,12 +31,14 @@ class _Clients:
     """One tenant's clients.
 
     ages: of requests when they end, in seconds. deadline_s: the age by which answers are to be whole. spare_s: the
-    seconds that a request may wait if its answer is to be whole by then. last_end: number of its latest end.
+    seconds that a request may wait if its answer is to be whole by then. num_ends: of its requests so far.
+    last_end: number of its latest end.
     """
 
     ages: Survival
     deadline_s: float = inf
     spare_s: float = inf
+    num_ends: int = 0
     num_new_ends: int = 0
     last_end: int = 0
 
@@ -63,6 +66,7 @@ class Departures:
         clients = self._tenants.pop(tenant, None) or _Clients(Survival(0.1, 1.05, self._num_remembered))
         self._tenants[tenant] = clients
         clients.ages.count(age_s, has_ended=has_left)
+        clients.num_ends += 1
         clients.num_new_ends += 1
         clients.last_end = self._num_ends
 
@@ -86,7 +90,9 @@ class Departures:
             return
         for clients in fresh:
             grown = 1 + _DEADLINE_GROWTH * min(1, clients.num_new_ends / self.places)
-            best_s = self._best_deadline(clients.ages, throughput, answer_s)
+            best_s = inf
+            if clients.num_ends >= _FEWEST_ENDS:
+                best_s = self._best_deadline(clients.ages, throughput, answer_s)
             clients.deadline_s = min(clients.deadline_s * grown, best_s)
             clients.num_new_ends = 0
         while self._num_ends - next(iter(self._tenants.values())).last_end > self._num_remembered:

@@ -222,6 +222,14 @@ def test_so_many_requests_run_at_once_that_answers_are_whole_before_clients_leav
     assert 2.5 < answer_s(pace.num_places()) < 3.5
 
 
+def test_a_few_clients_who_leave_first_shorten_nobody_s_wait() -> None:
+    pace = measured_pace(linear)
+    before = pace.limit(request()), pace.load({}, lacks_memory=False).limit_of("")
+    end(pace, 15, 3.5, FinishReason.ABORT)
+    assert pace.num_places() == 64
+    assert (pace.limit(request()), pace.load({}, lacks_memory=False).limit_of("")) == before
+
+
 def test_fewer_requests_run_at_once_where_contexts_are_long() -> None:
     places = []
     for context in (0, 10_000):
