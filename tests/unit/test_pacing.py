@@ -222,12 +222,18 @@ def test_so_many_requests_run_at_once_that_answers_are_whole_before_clients_leav
     assert 2.5 < answer_s(pace.num_places()) < 3.5
 
 
-def test_a_few_clients_who_leave_first_shorten_nobody_s_wait() -> None:
+def test_a_few_clients_who_leave_first_shorten_no_wait_of_their_tenant() -> None:
     pace = measured_pace(linear)
-    before = pace.limit(request()), pace.load({}, lacks_memory=False).limit_of("")
-    end(pace, 15, 3.5, FinishReason.ABORT)
-    assert pace.num_places() == 64
-    assert (pace.limit(request()), pace.load({}, lacks_memory=False).limit_of("")) == before
+    left = request(tenant="new")
+    left.token_ids.append(1)
+    pace.set_time(3.5)
+    limits = []
+    for _ in range(16):
+        pace.count_end(left, FinishReason.ABORT)
+        pace.record_waiting(None, is_awaited=False)
+        limits.append(pace.load({}, lacks_memory=False).limit_of("new"))
+    assert limits[:15] == [pace.load({}, lacks_memory=False).limit_of("other")] * 15
+    assert limits[15] < 1.0
 
 
 def test_fewer_requests_run_at_once_where_contexts_are_long() -> None:
