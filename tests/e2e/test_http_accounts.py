@@ -53,6 +53,18 @@ def lines_of(running: Frontend, status: int) -> list[dict[str, Any]]:
     return [line for line in log_of(running) if line["event"] == "request" and line["status"] == status]
 
 
+def answer_lines(running: Frontend) -> list[dict[str, Any]]:
+    """Return the lines of answers once there are any: one is written when the client has its answer."""
+    found = list[dict[str, Any]]()
+
+    def read() -> bool:
+        found[:] = [line for line in log_of(running) if line["event"] == "answer"]
+        return bool(found)
+
+    wait_until(read)
+    return found
+
+
 def test_log_lines_name_the_key_and_the_client_and_never_the_secret(server: tuple[Frontend, Path]) -> None:
     running, _ = server
     forwarded = {"x-forwarded-for": "203.0.113.9"}
@@ -226,7 +238,7 @@ def test_a_cancelled_response_in_the_background_is_counted(server: tuple[Fronten
 
     wait_until(lambda: total()["requests"] == 1)
     assert total()["completion_tokens"] == 4
-    [line] = [line for line in log_of(running) if line["event"] == "answer"]
+    [line] = answer_lines(running)
     assert (line["answer_id"], line["key"], line["complete"]) == (job["id"], "alice", False)
 
 
@@ -237,8 +249,11 @@ def test_an_answer_with_an_idempotency_key_is_counted_once_in_a_line_of_its_own(
     assert answers[0].json() == answers[1].json()
     [own] = running.http.get("/v1/usage", headers=bearer("a")).json()["data"]
     assert own["total"]["requests"] == 1
-    [line] = [line for line in log_of(running) if line["event"] == "answer"]
+    [line] = answer_lines(running)
     assert (line["key"], line["completion_tokens"]) == ("alice", 5)
-    assert ["prompt_tokens" in line for line in lines_of(running, 200) if line["route"] == "/v1/completions"] == [
-        False
-    ] * 2
+
+    def told() -> list[bool]:
+        return ["prompt_tokens" in line for line in lines_of(running, 200) if line["route"] == "/v1/completions"]
+
+    wait_until(lambda: len(told()) == 2)
+    assert told() == [False] * 2

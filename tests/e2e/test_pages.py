@@ -507,6 +507,7 @@ def test_the_dashboard_shows_keys_and_requests_and_cancels_one(browser: Browser,
     assert texts(page, "#keys td") == ["alice", "1", "2", "3", "120", "71 %", " 4,880 of 5,000"]
     page.click("#open button")
     page.wait("document.querySelector('.notice')?.textContent.startsWith('It has ended.')")
+    page.wait_for_a_problem()
     assert [problem.rpartition("/v1")[2] for problem in page.problems] == ["/requests/chatcmpl-1/cancel"]
 
 

@@ -139,6 +139,13 @@ class Page:
                 raise AssertionError(f"{condition} did not become true; problems: {self.problems}; shown: {shown}")
             self._browser.read(0.02)
 
+    def wait_for_a_problem(self) -> None:
+        """The browser may tell of a problem after what the page shows of it."""
+        deadline = time.monotonic() + _WAIT_S
+        while not self.problems:
+            assert time.monotonic() < deadline, "The page has no problem."
+            self._browser.read(0.02)
+
     def text(self, selector: str) -> str:
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
 
